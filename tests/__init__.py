@@ -1,0 +1,1 @@
+"""The tests, by purpose; `tests.bed` runs those that need several ranks."""
