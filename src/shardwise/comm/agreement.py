@@ -1,0 +1,121 @@
+"""What all ranks must agree on before data moves, and the errors when they do not.
+
+Each rank describes the collective that it is about to run as a ``Call`` (five integers, so
+that it travels in a tiny tensor or a shared control block). ``require_agreement`` compares the
+calls of all ranks; every rank sees the same list, so every rank raises or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CommunicationError, DivergenceError, PeerError
+
+__all__ = ["Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
+           "scatter_call", "tensor_call"]
+
+DescribeTag = Callable[[int], str]
+"""Translates a tag into the name of what it stands for (a unit)."""
+
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Kind(IntEnum):
+    """The collective that a rank runs."""
+
+    BARRIER = 0
+    GATHER = 1
+    REDUCE_SCATTER = 2
+    ALL_REDUCE = 3
+    BROADCAST = 4
+
+
+_LABEL = {
+    Kind.BARRIER: "barrier",
+    Kind.GATHER: "gather",
+    Kind.REDUCE_SCATTER: "reduce-scatter",
+    Kind.ALL_REDUCE: "all-reduce",
+    Kind.BROADCAST: "broadcast",
+}
+
+
+class Call(NamedTuple):
+    """One rank's part in one collective, as integers."""
+
+    kind: int
+    tag: int = 0
+    numel: int = 0
+    dtype: int = 0
+    #: the source of a broadcast, the reduction of an all-reduce
+    detail: int = 0
+
+    def subject(self, describe: DescribeTag | None) -> str:
+        """``gather of 'layers.0'``, or ``gather with tag 3`` without a translator."""
+        label = _LABEL[Kind(self.kind)]
+        if self.kind == Kind.BARRIER:
+            return label
+        return f"{label} with tag {self.tag}" if describe is None else f"{label} of {describe(self.tag)!r}"
+
+    def size(self) -> str:
+        """``10 float32 elements``, and the detail where there is one."""
+        name = str(_DTYPES[self.dtype]).removeprefix("torch.")
+        return f"{self.numel} {name} elements" + (f", variant {self.detail}" if self.detail else "")
+
+
+def tensor_call(kind: Kind, tensor: Tensor, tag: int, detail: int = 0) -> Call:
+    """The call for a collective whose message is all of ``tensor``."""
+    return Call(int(kind), tag, tensor.numel(), _CODE[tensor.dtype], detail)
+
+
+def gather_call(out: Tensor, shard: Tensor, size: int, tag: int) -> Call:
+    """The call for ``all_gather(out, shard)``; raises when the two do not fit."""
+    _require_fit("all_gather", out, shard, size)
+    return tensor_call(Kind.GATHER, shard, tag)
+
+
+def scatter_call(out: Tensor, full: Tensor, size: int, tag: int) -> Call:
+    """The call for ``reduce_scatter(out, full)``; raises when the two do not fit."""
+    _require_fit("reduce_scatter", full, out, size)
+    return tensor_call(Kind.REDUCE_SCATTER, out, tag)
+
+
+def _require_fit(what: str, full: Tensor, part: Tensor, size: int) -> None:
+    if full.dtype != part.dtype:
+        raise CommunicationError(f"{what} needs one dtype", expected=full.dtype, got=part.dtype)
+    if full.numel() != part.numel() * size:
+        raise CommunicationError(
+            f"{what} needs a full buffer of {size} equal shards",
+            expected=f"{part.numel() * size} elements", got=f"{full.numel()} elements")
+    if not (full.is_contiguous() and part.is_contiguous()):
+        raise CommunicationError(f"{what} needs contiguous buffers", remedy="Pass 1-D buffers.")
+
+
+def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None) -> None:
+    """Raise ``DivergenceError`` on every rank unless all ranks run the same call."""
+    first = calls[0]
+    if all(call == first for call in calls):
+        return
+    if any(call[:2] != first[:2] for call in calls):
+        got = ", ".join(f"rank {rank} runs {call.subject(describe)}"
+                        for rank, call in zip(members, calls, strict=True))
+        raise DivergenceError(
+            "ranks run different units, so their shards would be mixed", got=got,
+            remedy="Every rank must run the same units in the same order; look for control flow that "
+                   "depends on the data or on the rank.")
+    got = ", ".join(f"rank {rank} has {call.size()}" for rank, call in zip(members, calls, strict=True))
+    raise DivergenceError(
+        f"ranks disagree on the size or dtype of the shard in {first.subject(describe)}", got=got,
+        remedy="Build the same model with the same options on every rank.")
+
+
+def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None) -> PeerError:
+    """A peer died or does not answer while ``call`` runs."""
+    ranks = ", ".join(map(str, members))
+    return PeerError(f"{text} during {call.subject(describe)} in the group of ranks {ranks}",
+                     remedy="Look at the output of that rank first; this rank only noticed.")
