@@ -53,7 +53,7 @@ fuzz: $(call need,test)  ## search the property tests for longer
 	$(PY) -m pytest -m fuzz --hypothesis-profile=fuzz $(ARGS)
 
 device-check: $(call need,test)  ## the tests that need an accelerator (PY=python3 to use a machine's own torch)
-	PYTHONPATH=src $(PY) -m pytest -m device $(ARGS)
+	$(PY) -m pytest -m device $(ARGS)
 
 bench: $(call need,test)  ## the benchmarks, each against its peers in the same run
 	$(PY) -m benchmarks $(ARGS)

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from tests.bed.job import Job, Report
 from tests.bed.worker import Seat, serve
 
-__all__ = ["Bed", "Pool"]
+__all__ = ["Bed", "Pool", "describe"]
 
 STARTUP_TIMEOUT = 120.0
 #: how long the other ranks may still take once one has failed: it may be the one they wait for
@@ -51,10 +52,8 @@ class Pool:
     def run(self, job: Job, timeout: float, grace: float = GRACE) -> list[Report]:
         """Run the job on every rank. After any failure the pool is closed: its ranks may be out of step."""
         for connection in self._connections:
-            try:
+            with suppress(OSError):  # the worker died since its last job; the collection reports it
                 connection.send(job)
-            except OSError:
-                pass  # the worker died since its last job; the collection reports it
         reports = self._collect(timeout, grace)
         if any(report.outcome not in ("passed", "skipped") for report in reports):
             self.close()
@@ -92,7 +91,7 @@ class Pool:
         for seat in waiting.values():
             self._ask_for_stacks(seat)
         for seat in waiting.values():
-            text = f"no answer after {timeout:g} s" if not reports else "no answer, while other ranks gave one"
+            text = "no answer, while other ranks gave one" if reports else f"no answer in {timeout:g} s"
             reports[seat.rank] = Report(seat.rank, "stuck", f"{text}\n{_settled(seat.stacks)}",
                                         _read(seat.output))
         return [reports[seat.rank] for seat in self._seats]

@@ -1,0 +1,1 @@
+"""Guards: what the source may not become. Exceptions, each with its reason, are in `allowed.toml`."""
