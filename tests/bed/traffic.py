@@ -108,16 +108,23 @@ class CountingCollectives(Collectives):
         self.transport.close()
 
 
-#: method of a process group -> the operation, and which argument is the full tensor (or lists of its parts)
+#: method of a process group -> the operation, and which argument is the full tensor (or lists of its
+#: parts). Releases of torch differ in the names; those that the installed one lacks are passed over.
 _METHODS: dict[str, tuple[str, int | None]] = {
     "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
     "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
     "allgather_into_tensor_coalesced": ("all_gather", 0),
     "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
     "reduce_scatter": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
+    "all_to_all_single": ("all_to_all", 1),
     "alltoall_base": ("all_to_all", 1),
     "alltoall": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
@@ -137,7 +144,7 @@ def count_collectives() -> Iterator[Traffic]:
     """
     traffic = Traffic()
     with ExitStack() as stack:
-        for method in _METHODS:
+        for method in _METHODS.keys() & set(dir(dist.ProcessGroup)):
             counted = _counted(method, getattr(dist.ProcessGroup, method), traffic)
             stack.enter_context(patch.object(dist.ProcessGroup, method, counted))
         yield traffic
