@@ -26,3 +26,9 @@ settings.load_profile("default")
 def seeded() -> None:
     """Every test starts from the same random numbers."""
     state.seed()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pass over the tests for an accelerator where there is none."""
+    if item.get_closest_marker("device") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
