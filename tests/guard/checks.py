@@ -164,6 +164,8 @@ def foreign_raises(module: Module, errors: set[str]) -> dict[str, str]:
     """Raises of anything but a shardwise error, a re-raise, or what a protocol of Python prescribes."""
     ours = errors | {local for _, _, names in module.imports() for local, full in names.items()
                      if full.startswith("shardwise.")}
+    ours |= {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+             and any(ast.unparse(base) in ours for base in node.bases)}
     makers = {name.rpartition(".")[2]: node for name, node in module.functions()}
     faults: dict[str, str] = {}
     for node in ast.walk(module.tree):

@@ -73,6 +73,8 @@ def test_names_that_say_nothing() -> None:
     ("try:\n    f()\nexcept OSError as error:\n    raise error", None),
     ("def refused() -> ConfigurationError: ...\nraise refused()", None),
     ("class A:\n    def __getattr__(self, name):\n        raise AttributeError(name)", None),
+    ("class Special(ConfigurationError): ...\nraise Special('x')", None),
+    ("class Special(ValueError): ...\nraise Special('x')", "Special"),
     ("raise ValueError('x')", "ValueError"),
     ("raise RuntimeError", "RuntimeError"),
     ("def refused() -> ValueError: ...\nraise refused()", "refused"),
