@@ -16,14 +16,18 @@ from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, PeerError
 
-__all__ = ["Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
-           "scatter_call", "tensor_call"]
+__all__ = ["REDUCIBLE", "Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
+           "require_reducible", "scatter_call", "tensor_call"]
 
 DescribeTag = Callable[[int], str]
 """Translates a tag into the name of what it stands for (a unit)."""
 
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 _CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+REDUCIBLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16,
+                       torch.int64, torch.int32, torch.int8, torch.uint8})
+"""The dtypes that can be combined, on every transport alike."""
 
 
 class Kind(IntEnum):
@@ -94,6 +98,14 @@ def _require_fit(what: str, full: Tensor, part: Tensor, size: int) -> None:
             expected=f"{part.numel() * size} elements", got=f"{full.numel()} elements")
     if not (full.is_contiguous() and part.is_contiguous()):
         raise CommunicationError(f"{what} needs contiguous buffers", remedy="Pass 1-D buffers.")
+
+
+def require_reducible(what: str, tensor: Tensor) -> None:
+    """Raise unless every transport can combine this dtype."""
+    if tensor.dtype not in REDUCIBLE:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
+        raise CommunicationError(f"{what} cannot combine this dtype", expected=f"one of {known}",
+                                 got=tensor.dtype, remedy="Reduce in float32 or bfloat16.")
 
 
 def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None) -> None:

@@ -1,32 +1,96 @@
-"""Which transport a process group gets."""
+"""Which transport a process group gets, and who keeps it.
+
+Transports are made once for each group and kept as long as the group lives: c10d keeps its
+groups until ``destroy_process_group``. Making one is collective, so its life must not hang on
+when a rank's garbage collector runs.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 
 import torch
 import torch.distributed as dist
 
+from ..errors import ConfigurationError
+from .arena import Arena
 from .collectives import Collectives
-from .process_group import ProcessGroupCollectives
+from .process_group import ProcessGroupCollectives, backends_by_device
+from .rendezvous import SharedMemoryUnavailable
+from .shared_memory import SharedMemoryCollectives
 
 __all__ = ["close_all", "collectives_for"]
 
-_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+
+class _Kept:
+    """The transports of this process, and the shared memory that its groups have in common."""
+
+    def __init__(self) -> None:
+        self.by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool | None, Collectives]] = (
+            weakref.WeakKeyDictionary())
+        self.arena: Arena | None = None
+
+
+_kept = _Kept()
 
 
 def collectives_for(
-    group: dist.ProcessGroup, device: torch.device, *, shared_memory: bool | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    shared_memory: bool | None = None,
+    timeout_s: float | None = None,
 ) -> Collectives:
-    """The transport for ``group``, made once for each group."""
-    found = _cache.get(group)
-    if found is None:
-        found = _cache[group] = ProcessGroupCollectives(group)
-    return found
+    """The transport for tensors on ``device`` in ``group``. The first call for a group is collective.
+
+    ``shared_memory``: None takes it where it can work (CPU tensors, gloo, all ranks on one host)
+    and falls back to the process group with one warning if it cannot be set up there; True
+    demands it; False never takes it. All ranks give the same value. ``timeout_s``: how long
+    shared memory waits for a rank.
+    """
+    obstacle = "it was refused" if shared_memory is False else _obstacle(group, device)
+    if shared_memory and obstacle:
+        raise ConfigurationError(f"shared memory cannot carry this group ({obstacle})",
+                                 remedy="Pass shared_memory=None to let shardwise choose.")
+    choice = None if obstacle else bool(shared_memory)
+    transports = _kept.by_group.setdefault(group, {})
+    if choice not in transports:
+        transports[choice] = (ProcessGroupCollectives(group) if obstacle
+                              else _shared(group, timeout_s, required=bool(shared_memory)))
+    return transports[choice]
 
 
 def close_all() -> None:
     """Close every transport of this process. Safe at any time, and twice."""
-    while _cache:
-        _, collectives = _cache.popitem()
-        collectives.close()
+    while _kept.by_group:
+        _, transports = _kept.by_group.popitem()
+        for transport in transports.values():
+            transport.close()
+    _kept.arena = None
+
+
+def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why shared memory is out of the question; the same answer on every rank, without asking them."""
+    if device.type != "cpu":
+        return f"its tensors are on {device.type}"
+    if dist.get_world_size(group) == 1:
+        return "it has one rank"
+    if (backend := backends_by_device(group).get("cpu")) != "gloo":
+        return f"its CPU backend is {backend}"
+    return None if sys.platform == "linux" else f"the system is {sys.platform}"
+
+
+def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool) -> Collectives:
+    timeout = {} if timeout_s is None else {"timeout_s": timeout_s}
+    try:
+        made = SharedMemoryCollectives(group, _kept.arena, **timeout)
+    except SharedMemoryUnavailable as error:
+        if required:
+            raise ConfigurationError(str(error)) from error
+        if error.one_host and dist.get_rank(group) == 0:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        return ProcessGroupCollectives(group)
+    _kept.arena = made.arena
+    return made

@@ -19,18 +19,19 @@ from torch import Tensor
 
 from ..errors import CommunicationError
 from .agreement import (
+    REDUCIBLE,
     Call,
-    DescribeTag,
     Kind,
     gather_call,
     peer_error,
     require_agreement,
+    require_reducible,
     scatter_call,
     tensor_call,
 )
 from .collectives import DONE, Collectives, Handle, Reduction
 
-__all__ = ["ProcessGroupCollectives"]
+__all__ = ["ProcessGroupCollectives", "backends_by_device"]
 
 _OPERATION = {
     Reduction.SUM: dist.ReduceOp.SUM,
@@ -38,8 +39,6 @@ _OPERATION = {
     Reduction.MIN: dist.ReduceOp.MIN,
 }
 _VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
-_REDUCIBLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16,
-                        torch.int64, torch.int32, torch.int8, torch.uint8})
 _LOST_PEER = ("closed by peer", "connection reset", "connection closed", "broken pipe", "timed out",
               "timeout", "connection refused", "remote process", "socket closed", "no route to host")
 
@@ -65,9 +64,8 @@ class ProcessGroupCollectives(Collectives):
         self.size = dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
         self.real = dist.get_backend(group) != "fake"
-        self.describe_tag: DescribeTag | None = None
         self._group = weakref.ref(group)
-        self._backends = _backends_by_device(group)
+        self._backends = backends_by_device(group)
         self._check_gloo = check_tags is not False
         self._check_others = check_tags is True and self.real
 
@@ -83,7 +81,7 @@ class ProcessGroupCollectives(Collectives):
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
             return _copy(out, full)
-        _require_reducible("reduce_scatter", full)
+        require_reducible("reduce_scatter", full)
         if not self._agreed(call, out):
             return DONE
         if not self._is_gloo(full):
@@ -93,7 +91,7 @@ class ProcessGroupCollectives(Collectives):
         return _SumWhenArrived(pending, out, arrived, self.size)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
-        _require_reducible("all_reduce", tensor)
+        require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, _VARIANT[reduction])
         if self.size == 1 or not self._agreed(call, tensor):
             return DONE
@@ -191,7 +189,7 @@ def _explained(error: RuntimeError, call: Call, owner: ProcessGroupCollectives) 
         f"{call.subject(owner.describe_tag)} failed in the group of ranks {ranks} ({text})", rank=rank)
 
 
-def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
     """``{"cpu": "gloo", "cuda": "nccl"}``"""
     pairs = (item.partition(":") for item in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
@@ -199,14 +197,7 @@ def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor as transports can move it: as it is, or as bytes where the dtype is unusual."""
-    return tensor if tensor.dtype in _REDUCIBLE else tensor.view(torch.uint8)
-
-
-def _require_reducible(what: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _REDUCIBLE:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _REDUCIBLE))
-        raise CommunicationError(f"{what} cannot combine this dtype", expected=f"one of {known}",
-                                 got=tensor.dtype, remedy="Reduce in float32 or bfloat16.")
+    return tensor if tensor.dtype in REDUCIBLE else tensor.view(torch.uint8)
 
 
 def _copy(out: Tensor, source: Tensor) -> Handle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .agreement import DescribeTag, gather_call, scatter_call
+from .agreement import gather_call, scatter_call
 from .collectives import DONE, Collectives, Handle, Reduction
 
 __all__ = ["SimulatedCollectives"]
@@ -30,7 +30,6 @@ class SimulatedCollectives(Collectives):
         self.size = size
         self.members = tuple(range(size))
         self.real = size == 1
-        self.describe_tag: DescribeTag | None = None
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         gather_call(out, shard, self.size, tag)
