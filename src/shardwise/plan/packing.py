@@ -32,7 +32,8 @@ __all__ = ["pack", "shard_unit", "start_unit"]
 SHARD_BYTES = 256  # collectives are slow on shards that are not a multiple of this
 START_BYTES = 16  # vector loads want every parameter to start at a multiple of this
 
-_DENSE_SIZES = 32  # legal shard sizes tried one after the other, from the lower bound up
+_DENSE_SIZES = 32  # legal shard sizes tried one after the other, from the lower bound up …
+_DENSE_WORK = 8_000  # … fewer if that would place more parameters than this, but 8 always
 _LADDER_RUNGS = 24  # then sizes that close in on the fall-back, halving the distance
 _REFINEMENTS = 12  # halvings between the last failure and the first success
 _GAP_FILL_LIMIT = 20_000  # parameters × kinds up to which the gap-filling order is tried
@@ -82,21 +83,17 @@ class _Search:
 
     def best(self) -> tuple[int, _Placement]:
         """The smallest shard size found, with the placement that fits it."""
-        failed = None
-        for size in self.shard_sizes():
-            placement = self.place(size)
-            if placement is None:
-                failed = size
-            elif failed is None:
-                return size, placement  # the smallest legal size: nothing can be better
-            else:
-                return self.shuffle(*self.refine(failed, size, placement))
-        raise AssertionError("the last shard size holds every parameter without a cut")
+        failed, sizes = None, self.shard_sizes()
+        while (placement := self.place(size := next(sizes))) is None:
+            failed = size
+        if failed is None:  # the smallest legal size: nothing can be better
+            return size, placement
+        return self.shuffle(*self.refine(failed, size, placement))
 
     def shard_sizes(self) -> Iterator[int]:
         """Sizes worth a trial, upwards; the last one always succeeds."""
         tried = self.lower - self.unit
-        for _ in range(_DENSE_SIZES):
+        for _ in range(min(_DENSE_SIZES, max(8, _DENSE_WORK // len(self.given)))):
             tried = self.next_legal(tried + self.unit)
             yield tried
         later = {self.next_legal(size) for size in self.round_sizes()}

@@ -1,0 +1,37 @@
+"""Fully Sharded Data Parallel training for PyTorch: every parameter stays itself."""
+
+from __future__ import annotations
+
+from .frontend.clip import clip_grad_norm, clip_grad_value
+from .frontend.composable import fully_shard
+from .frontend.module import FSDPModule, UnshardHandle
+from .frontend.wrapper import FullyShardedDataParallel
+from .plan.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from .storage.sharded_parameter import is_sharded
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardingStrategy",
+    "UnshardHandle",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "fully_shard",
+    "is_sharded",
+]

@@ -1,0 +1,90 @@
+"""The one seam to the network: 1-D tensors, ranks, sums. It has never heard of a parameter.
+
+Every transport (c10d process group, shared memory, simulated) is a ``Collectives``. A
+collective carries a ``tag``, a small integer that all ranks must agree on; a transport that
+can compare tags at no real cost does so and raises ``DivergenceError`` before data is mixed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+__all__ = ["DONE", "Collectives", "Handle", "Reduction"]
+
+
+class Reduction(Enum):
+    """How contributions of the ranks are combined."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class Handle(ABC):
+    """A collective under way; ``wait`` makes its result visible to the caller's stream."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the result. Safe to call twice. Raises ``CommunicationError``."""
+
+
+class _Done(Handle):
+    def wait(self) -> None:
+        return None
+
+
+DONE = _Done()
+
+
+class Collectives(ABC):
+    """Collectives over one group of ranks. ``rank`` is this rank's place in the group."""
+
+    rank: int
+    size: int
+    #: group ranks -> global ranks, for messages
+    members: tuple[int, ...]
+    #: False where no real data arrives (a dry run), so that results must not be checked
+    real: bool = True
+    #: False where a collective is finished when its call returns, so that starting it early gains nothing
+    overlaps: bool = True
+    #: turns a tag into words for messages; set by the engine
+    describe_tag: Callable[[int], str] | None = None
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D buffer that this transport moves without a further copy. Uninitialised."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+        """Concatenate ``shard`` [n] of every rank into ``out`` [size*n], in rank order.
+
+        ``shard`` may be this rank's own slot of ``out`` (in place). Same dtype.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+        """Sum slot ``rank`` of every rank's ``full`` [size*n] into ``out`` [n].
+
+        ``full`` may be overwritten. ``out`` may not alias ``full``. Same dtype; the sum is
+        made in that dtype, in rank order where the transport can.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+        """Combine ``tensor`` of every rank in place."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+        """Give every rank the ``tensor`` of group rank ``source``, in place."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def close(self) -> None:
+        """Give back what the transport holds (memory, sockets, threads). Safe to call twice."""

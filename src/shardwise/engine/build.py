@@ -1,0 +1,210 @@
+"""Making units out of modules, and a session out of units. Everything is checked before it changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm.lanes import lanes_for
+from ..errors import ConfigurationError, LifecycleError
+from ..plan.lifecycle import Pass
+from ..plan.options import Precision
+from ..plan.ownership import OwnedParameter, Ownership, collect
+from ..storage.faces import FlatFace, OriginalFace
+from ..storage.flat_buffer import BufferPool
+from ..storage.flat_storage import FlatStorage
+from ..storage.sharded_parameter import home_of
+from .hooks import attach, hooks_of, unit_of
+from .reduce import Groups
+from .session import Session
+from .unit import Schedule, Settings, Unit
+
+__all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
+
+_OWNERS: weakref.WeakKeyDictionary[FlatStorage, Unit] = weakref.WeakKeyDictionary()
+_POOLS: dict[torch.device, BufferPool] = {}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a front end decided about one unit."""
+
+    groups: Groups
+    device: torch.device
+    precision: Precision = field(default_factory=Precision)
+    settings: Settings = field(default_factory=Settings)
+    schedule: Schedule = field(default_factory=Schedule)
+    original_parameters: bool = True
+    offload: bool = False
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_parameters: frozenset[nn.Parameter] = frozenset()
+
+
+def owner_of(parameter: nn.Parameter) -> Unit | None:
+    """The unit that holds ``parameter``, if shardwise manages it."""
+    home = home_of(parameter)
+    return _OWNERS.get(home[0]) if home is not None else None
+
+
+def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
+    """Shard the parameters of ``modules`` that no unit has yet, as one unit.
+
+    Raises ``ConfigurationError`` or ``LifecycleError`` before anything is changed.
+    """
+    for module in modules:
+        if unit_of(module) is not None:
+            raise LifecycleError(
+                "this module is a sharded unit already", unit=type(module).__name__,
+                remedy="Apply fully_shard or FullyShardedDataParallel once to each module.",
+            )
+
+    def elsewhere(module: nn.Module) -> bool:
+        return unit_of(module) is not None or module in choices.ignored_modules
+
+    several = len(modules) > 1
+    ownership = collect(
+        [(str(i) if several else "", module) for i, module in enumerate(modules)],
+        stop=elsewhere, ignored=set(choices.ignored_parameters), owner=owner_of,
+    )
+    _check(ownership, modules[0], choices)
+    storages = [
+        FlatStorage(type(modules[0]).__name__, kind, choices.groups.shard, choices.precision,
+                    (choices.device, pool_for(choices.device)))
+        for kind in _kinds(ownership.owned)
+    ]
+    face = OriginalFace() if choices.original_parameters else FlatFace()
+    for storage in storages:
+        for index, entry in enumerate(storage.owned):
+            face.add(entry, storage, index)
+    needs = _borrow(ownership, face)
+    if not choices.original_parameters:
+        for number, storage in enumerate(storages):
+            name = "_flat_param" if number == 0 else f"_flat_param_{number}"
+            modules[0]._parameters[name] = storage.show_flat(name)
+    unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device),
+                choices.precision, choices.settings)
+    unit.schedule = choices.schedule
+    unit.needs = needs
+    unit.own_modules = ownership.modules
+    unit.buffers.observe(ownership.modules, choices.precision.buffer)
+    for storage in storages:
+        _OWNERS[storage] = unit
+    attach(unit, start_session)
+    return unit
+
+
+def pool_for(device: torch.device) -> BufferPool:
+    """The memory that units on ``device`` pass on to each other."""
+    return _POOLS.setdefault(device, BufferPool(keep=3))
+
+
+def _kinds(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
+    """Parameters of the same stored dtype and the same ``requires_grad`` go together."""
+    kinds: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for entry in owned:
+        kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
+    return list(kinds.values())
+
+
+def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:
+    needs: list[Unit] = []
+    for entry in ownership.borrowed:
+        home = home_of(entry.parameter)
+        assert home is not None
+        storage, index = home
+        face.add(entry, storage, index)
+        owner = _OWNERS[storage]
+        if owner not in needs:
+            needs.append(owner)
+    return needs
+
+
+def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
+    kind = type(module).__name__
+    devices = {entry.parameter.device for entry in ownership.owned}
+    meta = [entry.fqn for entry in ownership.owned if entry.parameter.is_meta]
+    if meta:
+        raise ConfigurationError(
+            f"parameters on the meta device have no values to shard ({_list(meta)})", unit=kind,
+            expected="materialised parameters", got="meta",
+            remedy="Give param_init_fn, or a module whose classes have reset_parameters(), "
+                   "or materialise it with to_empty(device=...) and initialise it first.",
+        )
+    if len(devices) > 1:
+        by_device = {str(d): next(e.fqn for e in ownership.owned if e.parameter.device == d) for d in devices}
+        raise ConfigurationError(
+            "parameters of one unit lie on several devices", unit=kind,
+            expected="one device", got=by_device,
+            remedy="Move the module to one device first, or pass device_id.",
+        )
+    for entry in ownership.owned:
+        if entry.parameter.layout is not torch.strided:
+            raise ConfigurationError(
+                "only dense parameters can be sharded", fqn=entry.fqn, unit=kind,
+                expected=torch.strided, got=entry.parameter.layout,
+                remedy="Ignore the parameter (ignored_states / ignored_params).",
+            )
+    for ignored in choices.ignored_modules:
+        shared = [e.fqn for e in ownership.owned if any(e.parameter is p for p in ignored.parameters())]
+        if shared:
+            raise ConfigurationError(
+                f"a parameter is shared between the unit and an ignored module ({_list(shared)})", unit=kind,
+                remedy="Ignore the parameter too, or do not ignore the module.",
+            )
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---------------------------------------------------------------------- sessions
+def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
+    """The units at and below ``root`` with their names in it, each once, in registration order."""
+    found: dict[Unit, str] = {}
+    for name, module in root.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            found[unit] = f"{found[unit]}+{name}" if unit in found and len(unit.modules) > 1 else (
+                found.get(unit, name))
+    return [(name, unit) for unit, name in found.items()]
+
+
+def session_of(unit: Unit) -> Session | None:
+    """The session that ``unit`` belongs to, once a forward has begun."""
+    hooks = hooks_of(unit.modules[0])
+    return hooks.session if hooks is not None else None
+
+
+def start_session(root: Unit) -> Session:
+    """Make ``root`` the root of a session with all units below it.
+
+    Units that ran on their own before come along. Raises ``LifecycleError`` if one of them is
+    in the middle of a pass.
+    """
+    named: dict[Unit, str] = {root: ""}
+    for module in root.modules:
+        for name, unit in units_below(module):
+            named.setdefault(unit, name)
+    for unit, name in named.items():
+        other = session_of(unit)
+        if other is not None and other.pass_ is not Pass.REST:
+            raise LifecycleError(
+                "two roots: a unit below this root runs in another root's pass", unit=name or "(root)",
+                got=f"root {other.root.name}", remedy="Call the outermost sharded module first.",
+            )
+    session = Session(root, list(named), root.lanes, root.schedule)
+    for unit, name in named.items():
+        unit.fqn = name
+        for storage in unit.storages:
+            storage.unit = unit.name
+        for module in unit.modules:
+            hooks = hooks_of(module)
+            if hooks is not None:
+                hooks.session = session
+    return session
+

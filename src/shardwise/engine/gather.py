@@ -1,0 +1,118 @@
+"""Gathering a unit's flat parameters: one collective, whatever number there is.
+
+One flat parameter is gathered straight into its buffer. Several travel together as bytes and
+are copied to their buffers afterwards::
+
+    staging:  | r0: A | r0: B | r1: A | r1: B | ...      ->   A: | r0 | r1 |   B: | r0 | r1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import DONE, Collectives, Handle
+from ..comm.lanes import Lanes
+from ..storage.flat_buffer import FlatBuffer
+from ..storage.flat_storage import FlatStorage
+
+__all__ = ["Gather"]
+
+
+class Gather:
+    """Moves the parameters of one unit from shards into gathered buffers, and frees them."""
+
+    def __init__(self, storages: Sequence[FlatStorage], comm: Collectives, lanes: Lanes) -> None:
+        self.comm, self.lanes = comm, lanes
+        self._all = list(storages)
+        self._staging: FlatBuffer | None = None
+        self._handle: Handle = DONE
+        self._ready: object = None
+
+    @property
+    def _moving(self) -> list[FlatStorage]:
+        """Those with a buffer of their own (an aliased one has nothing to move)."""
+        return [storage for storage in self._all if storage.buffer is not None]
+
+    @property
+    def holds_memory(self) -> bool:
+        """Are gathered buffers allocated?"""
+        return any(storage.buffer is not None and storage.buffer.allocated for storage in self._all)
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        return [storage.buffer for storage in self._all if storage.buffer is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the gathered buffers hold now."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def start(self, tag: int) -> None:
+        """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
+        moving = self._moving
+        if not moving:
+            return
+        lane = self.lanes.gather
+        lane.note("gather", reads=[s.shard for s in moving], writes=[s.full for s in moving])
+        with lane, torch.no_grad():
+            for storage in moving:
+                storage.buffer.allocate()  # pyright: ignore[reportOptionalMemberAccess]
+            if self.comm.size == 1:
+                for storage in moving:
+                    storage.own_slot.copy_(storage.shard, non_blocking=True)
+            elif len(moving) == 1:
+                self._handle = self.comm.all_gather(moving[0].full, self._source(moving[0]), tag=tag)
+            else:
+                self._handle = self._start_staged(moving, tag)
+            if not self.lanes.immediate:
+                self._complete()
+                self._ready = lane.mark()
+
+    @staticmethod
+    def _source(storage: FlatStorage) -> Tensor:
+        """The shard itself where it can travel as it is, else its cast in the buffer."""
+        shard = storage.shard
+        if shard.dtype == storage.full.dtype and shard.device == storage.full.device:
+            return shard
+        storage.own_slot.copy_(shard, non_blocking=True)
+        return storage.own_slot
+
+    def _start_staged(self, moving: Sequence[FlatStorage], tag: int) -> Handle:
+        world, sizes = self.comm.size, [s.own_slot.numel() * s.own_slot.element_size() for s in moving]
+        chunk = sum(sizes)
+        if self._staging is None or self._staging.tensor.numel() != chunk * world:
+            self._staging = FlatBuffer(chunk * world, torch.uint8, moving[0].full.device, moving[0].pool)
+        self._staging.allocate()
+        mine = self._staging.tensor.narrow(0, self.comm.rank * chunk, chunk)
+        for storage, part in zip(moving, mine.split(sizes), strict=True):
+            part.view(storage.full.dtype).copy_(storage.shard, non_blocking=True)
+        return self.comm.all_gather(self._staging.tensor, mine, tag=tag)
+
+    def _complete(self) -> None:
+        """Wait for the collective and spread staged bytes."""
+        handle, self._handle = self._handle, DONE
+        handle.wait()
+        staging = self._staging
+        if staging is not None and staging.allocated:
+            moving = self._moving
+            table = staging.tensor.view(self.comm.size, -1)
+            sizes = [s.own_slot.numel() * s.own_slot.element_size() for s in moving]
+            for storage, part in zip(moving, table.split(sizes, dim=1), strict=True):
+                storage.full.view(self.comm.size, -1).copy_(part.view(storage.full.dtype))
+            staging.free()
+
+    def finish(self) -> None:
+        """Make the gathered parameters visible to the compute lane."""
+        if self.lanes.immediate:
+            with torch.no_grad():
+                self._complete()
+        else:
+            self.lanes.compute.wait(self._ready)
+
+    def free(self) -> None:
+        """Take the memory of the gathered buffers away."""
+        for buffer in self.buffers:
+            buffer.free()

@@ -1,0 +1,150 @@
+"""``FSDPModule``: what a module can do once ``fully_shard`` was applied to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..engine.build import session_of, start_session, units_below
+from ..engine.hooks import unit_of
+from ..engine.session import Session
+from ..engine.unit import Unit
+from ..errors import LifecycleError, OptionTypeError
+
+__all__ = ["FSDPModule", "UnshardHandle", "session_at", "unit_at"]
+
+
+def unit_at(module: nn.Module) -> Unit:
+    """The unit of a sharded module. Raises ``LifecycleError`` for any other."""
+    unit = unit_of(module)
+    if unit is None:
+        raise LifecycleError("this module is not sharded", unit=type(module).__name__,
+                             remedy="Apply fully_shard or FullyShardedDataParallel to it first.")
+    return unit
+
+
+def session_at(module: nn.Module) -> Session:
+    """The session of a sharded module, started now if need be."""
+    unit = unit_at(module)
+    return session_of(unit) or start_session(unit)
+
+
+class UnshardHandle:
+    """A gather under way; ``wait`` makes the parameters ready for use."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are gathered. Safe to call twice."""
+        self._unit.wait()
+
+
+class FSDPModule:
+    """Methods of a module that ``fully_shard`` was applied to. Not to be instantiated."""
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        module: Any = self
+        if recurse:
+            for _, unit in units_below(module):
+                yield unit
+        else:
+            yield unit_at(module)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's own parameters. With ``async_op`` return a handle to wait on."""
+        module: Any = self
+        unit, session = unit_at(module), session_at(module)
+        unit.take_over_edits()
+        session.gather(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters."""
+        module: Any = self
+        unit = unit_at(module)
+        if unit.uses:
+            raise LifecycleError("cannot reshard a unit that is in use", unit=unit.name,
+                                 remedy="Call reshard() outside forward and backward.")
+        unit.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or adds them up on this rank (``no_sync``)."""
+        for unit in self._units(recurse):
+            unit.settings.sync_gradients = requires_gradient_sync
+            unit.settings.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward combines gradients over replicas (hybrid), or in the shard group only."""
+        for unit in self._units(recurse):
+            unit.settings.all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after forward."""
+        if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise OptionTypeError("reshard_after_forward has the wrong type", expected="bool",
+                                  got=type(reshard_after_forward).__name__)
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.settings.keep_as_root = not reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after backward.
+
+        If not, later forwards use what was gathered until ``reshard()``: a change of the
+        parameters is not seen before that.
+        """
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: the next backward need not wait for its reductions; True (default): it does."""
+        module: Any = self
+        session_at(module).last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by ``factor`` instead of the number of ranks (this unit)."""
+        module: Any = self
+        if not factor > 0:
+            raise OptionTypeError("the gradient divide factor must be positive", expected="> 0", got=factor)
+        unit_at(module).reducer.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Begin to gather these units when this unit's forward begins."""
+        module: Any = self
+        unit_at(module).settings.forward_prefetch = _prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Begin to gather these units when this unit's backward begins."""
+        module: Any = self
+        unit_at(module).settings.backward_prefetch = _prefetched(modules)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(chunk)`` on this rank's reduced gradients [C], in place, before they are bound."""
+        module: Any = self
+        unit_at(module).reducer.all_reduce_hook = hook
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``half``, ``cuda`` …: from rest, and honoured at the next forward."""
+        module: Any = self
+        unit = unit_of(module)
+        if unit is not None and not unit.uses:
+            unit.reshard()
+        return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _prefetched(modules: Any) -> list[Unit]:
+    if not isinstance(modules, (list, tuple)):
+        raise OptionTypeError("prefetch takes a list of sharded modules", expected="a list",
+                              got=type(modules).__name__)
+    return [unit_at(module) for module in modules]

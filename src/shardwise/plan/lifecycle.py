@@ -1,0 +1,60 @@
+"""The legal states of a unit and of a session, and the moves between them.
+
+A unit's residency::
+
+    SHARDED ──unshard──> UNSHARDING ──wait──> UNSHARDED
+       ^                     │                    │
+       └───────reshard───────┴──────reshard───────┘
+
+A session's pass::
+
+    REST ──root forward──> FORWARD ──root left──> REST ──first gradient──> BACKWARD ──end──> REST
+
+``recover`` leads from any state back to SHARDED and REST.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from ..errors import LifecycleError
+
+__all__ = ["Pass", "Residency", "require_move"]
+
+
+class Residency(Enum):
+    """What memory a unit holds."""
+
+    SHARDED = auto()  #: this rank's shard only; the gathered storage has 0 bytes
+    UNSHARDING = auto()  #: the gathered storage is allocated and a gather is under way
+    UNSHARDED = auto()  #: the gathered storage holds the whole parameters
+
+
+class Pass(Enum):
+    """What a session is doing."""
+
+    REST = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+_MOVES: frozenset[tuple[Enum, Enum]] = frozenset({
+    (Residency.SHARDED, Residency.UNSHARDING),
+    (Residency.UNSHARDING, Residency.UNSHARDED),
+    (Residency.UNSHARDING, Residency.SHARDED),
+    (Residency.UNSHARDED, Residency.SHARDED),
+    (Pass.REST, Pass.FORWARD),
+    (Pass.FORWARD, Pass.REST),
+    (Pass.REST, Pass.BACKWARD),
+    (Pass.FORWARD, Pass.BACKWARD),
+    (Pass.BACKWARD, Pass.REST),
+})
+
+
+def require_move(unit: str, old: Enum, new: Enum) -> None:
+    """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
+    if (old, new) not in _MOVES:
+        raise LifecycleError(
+            "illegal move of a unit", unit=unit, expected="a legal move", got=f"{old.name} -> {new.name}",
+            remedy="This is a defect of shardwise; please report it with the traceback.",
+        )

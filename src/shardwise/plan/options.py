@@ -1,0 +1,154 @@
+"""What a user may choose, as frozen values: strategies, precision, offload, prefetch.
+
+Names and fields follow ``torch.distributed.fsdp``, so that changing the import is enough.
+Each field says its meaning, its default and the consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Precision",
+    "ShardingStrategy",
+]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, and over which ranks."""
+
+    FULL_SHARD = auto()  #: parameters, gradients, optimizer state; parameters freed after forward
+    SHARD_GRAD_OP = auto()  #: the same at rest; parameters stay gathered from forward to backward
+    NO_SHARD = auto()  #: nothing; gradients are all-reduced
+    HYBRID_SHARD = auto()  #: FULL_SHARD inside a shard group, replicated across groups
+    _HYBRID_SHARD_ZERO2 = auto()  #: SHARD_GRAD_OP inside a shard group, replicated across groups
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit's gather starts in backward."""
+
+    BACKWARD_PRE = auto()  #: before this unit's backward: most overlap, one more unit in memory
+    BACKWARD_POST = auto()  #: after it: less overlap, less memory
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of the wrapper front end.
+
+    ``param_dtype``: parameters during forward and backward (None: as stored).
+    ``reduce_dtype``: gradients on the wire (None: ``param_dtype``).
+    ``buffer_dtype``: floating-point buffers during forward (None: as registered).
+    ``keep_low_precision_grads``: leave ``.grad`` in ``reduce_dtype`` instead of the stored dtype.
+    ``cast_forward_inputs``: each unit casts its floating-point inputs to its ``param_dtype``.
+    ``cast_root_forward_inputs``: the root does so, whatever ``cast_forward_inputs`` says.
+    ``_module_classes_to_ignore``: modules of these classes keep full precision, each as its own unit.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of the composable front end.
+
+    ``param_dtype``, ``reduce_dtype``: as in ``MixedPrecision``. ``output_dtype``: the unit's
+    floating-point outputs are cast to it (None: left). ``cast_forward_inputs``: the unit's
+    floating-point inputs are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """``offload_params``: shards of parameters, gradients and optimizer state live on the host."""
+
+    offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offload."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards live on the host; ``pin_memory`` page-locks them for faster copies on an accelerator."""
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The engine's one form of both precision options; None means: leave as it is."""
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_inputs: bool = False
+    cast_root_inputs: bool = False
+
+    @classmethod
+    def of_wrapper(cls, mp: MixedPrecision | None) -> Precision:
+        """From the wrapper's option."""
+        if mp is None:
+            return cls()
+        return cls(
+            param=mp.param_dtype,
+            reduce=mp.reduce_dtype,
+            buffer=mp.buffer_dtype,
+            keep_low_precision_grads=mp.keep_low_precision_grads,
+            cast_inputs=mp.cast_forward_inputs,
+            cast_root_inputs=mp.cast_root_forward_inputs,
+        )
+
+    @classmethod
+    def of_policy(cls, mp: MixedPrecisionPolicy | None) -> Precision:
+        """From the composable front end's option."""
+        if mp is None:
+            return cls()
+        return cls(
+            param=mp.param_dtype,
+            reduce=mp.reduce_dtype,
+            output=mp.output_dtype,
+            cast_inputs=mp.cast_forward_inputs,
+            cast_root_inputs=mp.cast_forward_inputs,
+        )
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored as ``stored`` is used."""
+        return self.param if self.param is not None and stored.is_floating_point else stored
+
+    def wire_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which its gradient travels."""
+        return self.reduce if self.reduce is not None else self.compute_dtype(stored)

@@ -1,0 +1,100 @@
+"""Memory that comes and goes while views of it stay: the gathered parameters of a unit.
+
+Autograd saves views of parameters in forward and reads them in backward, so the memory behind
+them may be freed in between only if backward refills *the same storage*. A ``FlatBuffer`` is
+one storage for life; ``allocate`` gives it bytes, ``free`` takes them away. What one buffer
+gives back, the next one of the same size takes (``BufferPool``): equal units reuse two pieces
+of memory instead of asking the system for pages at every gather.
+
+``tensor`` and the views made from it have version counters of their own, so that refilling
+the memory is not mistaken by autograd for a change of a saved parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..torch_private import swap_storage
+
+__all__ = ["BufferPool", "FlatBuffer"]
+
+
+class BufferPool:
+    """Memory given back by buffers, by size; at most ``keep`` pieces of a size are kept."""
+
+    def __init__(self, keep: int = 2) -> None:
+        self.keep = keep
+        self._free: dict[tuple[torch.device, int], list[torch.UntypedStorage]] = {}
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give the empty ``storage`` ``nbytes`` of uninitialised memory."""
+        pieces = self._free.get((storage.device, nbytes))
+        if pieces:
+            swap_storage(storage, pieces.pop())
+        else:
+            storage.resize_(nbytes)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Take the memory of ``storage``, which is empty afterwards."""
+        if storage.device.type == "cpu":
+            pieces = self._free.setdefault((storage.device, storage.nbytes()), [])
+            if len(pieces) < self.keep:
+                piece = torch.UntypedStorage(0, device=storage.device)
+                if swap_storage(storage, piece):
+                    pieces.append(piece)
+                    return
+        storage.resize_(0)
+
+    def clear(self) -> None:
+        """Return all kept memory to the system."""
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for reuse."""
+        return sum(size * len(pieces) for (_, size), pieces in self._free.items())
+
+
+class FlatBuffer:
+    """A 1-D tensor whose memory is allocated and freed in place."""
+
+    __slots__ = ("_nbytes", "_pool", "_storage", "allocated", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool) -> None:
+        with torch.inference_mode(mode=False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._pool = pool
+        self._storage.resize_(0)
+        self.allocated = False
+
+    def allocate(self) -> None:
+        """Give the buffer uninitialised memory, unless it has memory already."""
+        if not self.allocated:
+            self._pool.take(self._storage, self._nbytes)
+            self.allocated = True
+
+    def free(self) -> None:
+        """Take the memory away. The views stay, and must not be read until the next refill."""
+        if self.allocated:
+            self._pool.give(self._storage)
+            self.allocated = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._storage.nbytes()
+
+    def view(self, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """A view for life, with a version counter of its own. The buffer need not be allocated."""
+        was = self.allocated
+        self.allocate()  # a view of an empty storage is refused
+        with torch.inference_mode(mode=False), torch.no_grad():
+            made = self.tensor.as_strided(size, stride, offset).data
+        if not was:
+            self.free()
+        return made

@@ -1,0 +1,250 @@
+"""One flat parameter: the memory of a unit's parameters of one kind, sharded and gathered.
+
+    shard    [S]      this rank's slice, in the stored dtype; always there; the user's own
+                      parameters are views of it (whole rows)
+    buffer   [N * S]  the gathered parameters, in the compute dtype; 0 bytes unless in use;
+                      the *leaves* that forward computes with are views of it
+
+The user's parameter keeps its identity because only its ``.data`` is pointed at the shard
+(``_point_at_shard``); nothing else ever changes which memory a parameter object shows, except
+``widen``/``narrow`` inside ``summon_full_params``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Collectives
+from ..plan.layout import FlatLayout, ParameterSpec, plan_layout, row_granule
+from ..plan.options import Precision
+from ..plan.ownership import OwnedParameter
+from .flat_buffer import BufferPool, FlatBuffer
+from .memory_format import MemoryFormat, format_of
+from .sharded_parameter import enroll
+
+__all__ = ["FLAT", "FlatStorage", "Visible"]
+
+#: the index under which a flat parameter itself is enrolled
+FLAT = -1
+
+
+@dataclass(eq=False)
+class Visible:
+    """A parameter object that the user sees at rest, and the part of the shard it shows."""
+
+    parameter: nn.Parameter
+    fqn: str
+    offset: int  #: in the shard, elements
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    indices: tuple[int, ...]  #: the leaves that it stands for
+    pointer: int = 0  #: where its memory was when it was last pointed at the shard
+
+    @property
+    def numel(self) -> int:
+        return self.parameter.numel()
+
+
+class FlatStorage:
+    """A flat parameter of one unit: same stored dtype and same ``requires_grad`` at wrap time."""
+
+    def __init__(
+        self,
+        unit: str,
+        owned: Sequence[OwnedParameter],
+        comm: Collectives,
+        precision: Precision,
+        place: tuple[torch.device, BufferPool],
+    ) -> None:
+        self.unit = unit
+        self.comm = comm
+        self.precision = precision
+        self.compute_device, self.pool = place
+        self.owned = list(owned)
+        self.parameters: list[nn.Parameter] = [entry.parameter for entry in owned]
+        self.formats: list[MemoryFormat] = [format_of(p) for p in self.parameters]
+        self.layout: FlatLayout = plan_layout(
+            [ParameterSpec(e.fqn, tuple(e.parameter.shape), row_granule(tuple(e.parameter.shape))) for e in owned],
+            comm.size,
+            precision.compute_dtype(self.parameters[0].dtype).itemsize,
+        )
+        self.widened = False
+        self.visible: list[Visible] = []
+        self.hidden: list[Visible] = []  # the user's parameters behind a visible flat parameter
+        self.shard: Tensor
+        self.buffer: FlatBuffer | None
+        self.full: Tensor
+        self.leaves: list[nn.Parameter]
+        self._take_in(self.parameters[0].dtype)
+        self._make_leaves()
+
+    # ------------------------------------------------------------------ facts
+    @property
+    def world_size(self) -> int:
+        return self.comm.size
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.precision.compute_dtype(self.shard.dtype)
+
+    @property
+    def trainable(self) -> bool:
+        """Does any of its parameters want a gradient now?"""
+        return any(v.parameter.requires_grad for v in self.visible)
+
+    def local_geometry(self, index: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Offset in the shard, size and strides of this rank's rows of parameter ``index``."""
+        span, shape = self.layout.span(index, self.rank), self.layout.parameters[index].shape
+        if self.world_size == 1:
+            return span.shard_offset, shape, self.formats[index].strides(shape)
+        if not shape:
+            return span.shard_offset, (span.numel,), (1,)
+        row = row_granule(shape)
+        size = (span.numel // row, *shape[1:])
+        return span.shard_offset, size, self.formats[index].strides(size)
+
+    # ------------------------------------------------------------------ at rest
+    def _take_in(self, dtype: torch.dtype) -> None:
+        """Copy this rank's slices into a new shard and point the user's parameters at it."""
+        device = self.parameters[0].device
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.shard = self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+            for index, parameter in enumerate(self.parameters):
+                span = self.layout.span(index, self.rank)
+                flat = self.formats[index].flatten(parameter.data)
+                self.shard[span.shard_offset : span.shard_offset + span.numel] = flat[span.start : span.stop]
+        for index, entry in enumerate(self.owned):
+            offset, size, stride = self.local_geometry(index)
+            seen = Visible(entry.parameter, entry.fqn, offset, size, stride, (index,))
+            self.visible.append(seen)
+            enroll(entry.parameter, self, index)
+            self.point_at_shard(seen)
+
+    def local_view(self, seen: Visible, base: Tensor | None = None) -> Tensor:
+        """The part of ``base`` (default: the shard) that ``seen`` shows."""
+        source = self.shard if base is None else base
+        return source.as_strided(seen.size, seen.stride, source.storage_offset() + seen.offset)
+
+    def point_at_shard(self, seen: Visible) -> None:
+        """The switch of a variable's storage: the user's object shows its rows of the shard.
+
+        ``.data`` is replaced, the object is not, so optimizers, parameter groups and names keep
+        meaning what they meant. The old memory (the full parameter at wrap time) is released.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            seen.parameter.data = self.local_view(seen).data
+        seen.pointer = seen.parameter.data_ptr()
+
+    def rehome(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Move the shard to another stored dtype or device (``model.to(...)`` after wrapping)."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            fresh = self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+            for seen in self.visible:
+                self.local_view(seen, fresh).copy_(seen.parameter.data)
+        self.shard = fresh
+        if device != self.compute_device and self.compute_device.type == "cpu":
+            self.compute_device = device
+        for seen in (*self.visible, *self.hidden):
+            self.point_at_shard(seen)
+        self._make_leaves()
+
+    def show_flat(self, fqn: str) -> nn.Parameter:
+        """Make the whole shard one visible parameter, and hide the user's behind it."""
+        flat = nn.Parameter(self.shard.data, requires_grad=self.parameters[0].requires_grad)
+        everything = tuple(range(len(self.parameters)))
+        self.hidden = self.visible
+        self.visible = [Visible(flat, fqn, 0, (self.layout.shard_numel,), (1,), everything, flat.data_ptr())]
+        enroll(flat, self, FLAT)
+        return flat
+
+    # ------------------------------------------------------------------ in use
+    @property
+    def aliased(self) -> bool:
+        """One rank, same dtype, same device: the leaves can be views of the shard itself."""
+        return (
+            self.world_size == 1
+            and self.compute_dtype == self.stored_dtype
+            and self.shard.device == self.compute_device
+        )
+
+    def _make_leaves(self) -> None:
+        self.buffer = None
+        if not self.aliased:
+            self.buffer = FlatBuffer(
+                self.layout.flat_numel, self.compute_dtype, self.compute_device, self.pool
+            )
+            self.buffer.allocate()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.full = self.buffer.tensor if self.buffer is not None else self.shard.data
+            size = self.layout.shard_numel
+            self.own_slot = self.full[self.rank * size : (self.rank + 1) * size]
+            self.leaves = [self._make_leaf(index) for index in range(len(self.parameters))]
+        if self.buffer is not None:
+            self.buffer.free()
+
+    def _make_leaf(self, index: int) -> nn.Parameter:
+        shape = self.layout.parameters[index].shape
+        view = self.full.as_strided(shape, self.formats[index].strides(shape), self.layout.offsets[index])
+        leaf = nn.Parameter(view.data, requires_grad=self.parameters[index].requires_grad)
+        leaf.__dict__.update(self.parameters[index].__dict__)
+        return leaf
+
+    def follow_requires_grad(self) -> bool:
+        """Give the leaves the ``requires_grad`` of the user's objects; did anything change?"""
+        changed = False
+        for seen in self.visible:
+            wanted = seen.parameter.requires_grad
+            for index in seen.indices:
+                if self.leaves[index].requires_grad != wanted:
+                    self.leaves[index].requires_grad_(wanted)
+                    changed = True
+        return changed
+
+    # ------------------------------------------------------------------ whole values
+    def gather_flat(self, shard: Tensor, *, tag: int = 0) -> Tensor:
+        """``shard`` [S] of every rank, gathered [N * S], in its own dtype, in new memory."""
+        if self.world_size == 1:
+            return shard.detach().clone()
+        full = torch.empty(self.layout.flat_numel, dtype=shard.dtype, device=shard.device)
+        self.comm.all_gather(full, shard.detach(), tag=tag).wait()
+        return full
+
+    def pick(self, full: Tensor, index: int) -> Tensor:
+        """The view of parameter ``index`` in a gathered flat tensor [N * S]."""
+        shape = self.layout.parameters[index].shape
+        return full.as_strided(
+            shape, self.formats[index].strides(shape), full.storage_offset() + self.layout.offsets[index]
+        )
+
+    def gather_one(self, index: int, local: Tensor) -> Tensor:
+        """Whole value of parameter ``index`` from every rank's ``local`` rows (a collective)."""
+        spec, spans = self.layout.parameters[index], [
+            self.layout.span(index, rank) for rank in range(self.world_size)
+        ]
+        if self.world_size == 1:
+            return local.detach().clone()
+        slot = max(span.numel for span in spans)
+        mine = torch.zeros(slot, dtype=local.dtype, device=local.device)
+        mine[: local.numel()] = self.formats[index].flatten(local.detach()) if spec.shape else local.detach()
+        everyone = torch.empty(slot * self.world_size, dtype=local.dtype, device=local.device)
+        self.comm.all_gather(everyone, mine).wait()
+        pieces = [everyone[rank * slot : rank * slot + span.numel] for rank, span in enumerate(spans)]
+        whole = torch.cat(pieces)
+        return whole.as_strided(spec.shape, self.formats[index].strides(spec.shape)).clone()
+
+    def rows_of(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of a ``whole`` value of parameter ``index``, 1-D in memory order."""
+        span = self.layout.span(index, self.rank)
+        return self.formats[index].flatten(whole)[span.start : span.stop]

@@ -1,0 +1,117 @@
+"""Every private name of torch that shardwise uses, each with its reason.
+
+A new torch release is checked here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = [
+    "WeakIdKeyDictionary",
+    "allow_gradient_dtype",
+    "base_of",
+    "foreach_norm",
+    "in_backward",
+    "mark_foreach_supported",
+    "queue_after_backward",
+    "run_gradient_hooks",
+    "run_post_accumulate_hooks",
+    "scaler_check",
+    "swap_storage",
+    "without_torch_function",
+]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass has finished.
+
+    There is no public way to learn the end of a backward pass; the engine's queue is what all
+    data-parallel libraries use.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Is an autograd backward pass running on this thread? (No public equivalent.)"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a differentiable view of, if it is one.
+
+    After an in-place change of a view autograd goes through its base, so a hook must sit there.
+    """
+    return tensor._base if tensor._is_view() else None
+
+
+_SWAP: bool = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
+
+
+def swap_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    """Exchange the memory of two storages; False where this torch cannot.
+
+    Lets a freed storage take memory that another one gave back, without asking the operating
+    system for pages each time. Views of both stay valid.
+    """
+    if not _SWAP:
+        return False
+    a._swap_data_ptr_(b)  # pyright: ignore[reportAttributeAccessIssue]
+    return True
+
+
+def mark_foreach_supported(kind: type[nn.Parameter]) -> None:
+    """Let torch's optimizers use their foreach and fused forms for parameters of class ``kind``.
+
+    They compare exact types against a list and fall back to a slow loop for any other class.
+    """
+    from torch.optim.optimizer import _foreach_supported_types as for_optimizers
+
+    if kind not in for_optimizers:
+        for_optimizers.append(kind)
+
+
+def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Call the user's ``parameter.register_hook`` functions on a gradient that autograd does not deliver.
+
+    The engine, not autograd, gives a sharded parameter its gradient; there is no public list of
+    a tensor's hooks.
+    """
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None:
+            gradient = changed
+    return gradient
+
+
+def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+    """Call the user's ``register_post_accumulate_grad_hook`` functions (no public list either)."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    for hook in tuple((hooks or {}).values()):
+        hook(parameter)
+
+
+def allow_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let ``parameter.grad`` have a dtype other than the parameter's."""
+    parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def without_torch_function() -> Any:
+    """A context in which tensor subclasses are treated as plain tensors (cheap, no public name)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def foreach_norm() -> Any:
+    """The function that torch's ``clip_grad_norm_`` calls for a list of gradients."""
+    return torch._foreach_norm
+
+
+def scaler_check() -> Any:
+    """The function with which ``torch.amp.GradScaler`` unscales and looks for infinities."""
+    return torch._amp_foreach_non_finite_check_and_unscale_
