@@ -226,6 +226,9 @@ def _offer(arena: Arena | None) -> Offer:
 
 def _combine(out: Tensor, parts: Sequence[Tensor], operation: Callable[..., Tensor]) -> None:
     """out = part 0 ∘ part 1 ∘ …, bite by bite."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
     bite = _BITE // out.itemsize if len(parts) > 2 else out.numel()
     for begin in range(0, out.numel(), bite):
         piece = slice(begin, begin + bite)

@@ -22,7 +22,7 @@ from .session import Call, Session
 from .traverse import map_tensors, tensors_in
 from .unit import Unit
 
-__all__ = ["attach", "detach", "unit_of"]
+__all__ = ["UnitHooks", "alias", "attach", "detach", "hooks_of", "unit_of"]
 
 _UNITS: weakref.WeakKeyDictionary[nn.Module, UnitHooks] = weakref.WeakKeyDictionary()
 
@@ -141,6 +141,11 @@ def attach(unit: Unit, start_session: Callable[[Unit], Session]) -> None:
             )
     for module in unit.modules:
         _UNITS[module] = UnitHooks(unit, module, start_session)
+
+
+def alias(wrapper: nn.Module, module: nn.Module) -> None:
+    """Let ``wrapper`` count as the unit that ``module`` is the root of."""
+    _UNITS[wrapper] = _UNITS[module]
 
 
 def detach(unit: Unit) -> None:

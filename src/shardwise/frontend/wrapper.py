@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.mesh import transports
 from ..engine.build import build_unit
-from ..engine.hooks import unit_of
+from ..engine.hooks import alias, unit_of
 from ..errors import LifecycleError
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..plan.policies import ApartPolicy
@@ -110,6 +110,7 @@ class FullyShardedDataParallel(nn.Module):
             sync_states(module, [c for c in both if c is not None], ignored, ignored_parameters)
         build_unit([module], choices_of(options, both, device, (ignored, ignored_parameters)))
         self._adopt(module)
+        alias(self, module)
 
     def _adopt(self, module: nn.Module) -> None:
         """Become the second face of ``module``."""
