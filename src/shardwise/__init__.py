@@ -5,6 +5,7 @@ from __future__ import annotations
 from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.composable import fully_shard
 from .frontend.module import FSDPModule, UnshardHandle
+from .frontend.report import memory_of, observe, plan_of
 from .frontend.wrapper import FullyShardedDataParallel
 from .plan.options import (
     BackwardPrefetch,
@@ -34,4 +35,7 @@ __all__ = [
     "clip_grad_value",
     "fully_shard",
     "is_sharded",
+    "memory_of",
+    "observe",
+    "plan_of",
 ]

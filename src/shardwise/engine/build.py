@@ -81,10 +81,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         for index, entry in enumerate(storage.owned):
             face.add(entry, storage, index)
     needs = _borrow(ownership, face)
-    if not choices.original_parameters:
-        for number, storage in enumerate(storages):
-            name = "_flat_param" if number == 0 else f"_flat_param_{number}"
-            modules[0]._parameters[name] = storage.show_flat(name)
+    if isinstance(face, FlatFace):
+        face.register(modules[0], storages)
     unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device),
                 choices.precision, choices.settings)
     unit.schedule = choices.schedule

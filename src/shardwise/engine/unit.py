@@ -7,7 +7,7 @@ that is the session's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -70,6 +70,7 @@ class Unit:
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.outstanding = 0  #: forwards whose backward has not run yet
         self.unwatched = False  #: the end of a backward was guessed: gradients wait for the end of the pass
+        self.observer: Callable[[str, int], None] | None = None  #: told of gather, free, reduce; bytes
         self.own_modules: list[tuple[str, nn.Module]] = []
         self.buffers = UnitBuffers()
         self.gather = Gather(storages, groups.shard, lanes)
@@ -130,6 +131,8 @@ class Unit:
         if self.residency is Residency.SHARDED:
             self._move(Residency.UNSHARDING)
             self.gather.start(self.tag(0))
+            if self.observer is not None:
+                self.observer("gather", self.gather.nbytes)
 
     def wait(self) -> None:
         """Finish the gather: the leaves may be read."""
@@ -143,6 +146,8 @@ class Unit:
             self.wait()
         if self.residency is Residency.UNSHARDED:
             self._move(Residency.SHARDED)
+            if self.observer is not None:
+                self.observer("free", self.gather.nbytes)
             self.gather.free()
 
     # ------------------------------------------------------------------ gradients
@@ -161,6 +166,8 @@ class Unit:
         self.collector.open(keep=False)
         if self.sent is not None:
             self.finish_reduce()
+        if self.observer is not None:
+            self.observer("reduce", self.collector.nbytes)
         full, used = self.collector.hand_over()
         self.flags = used
         self.sent = self.reducer.start(full, used, self.tag(1))

@@ -7,6 +7,7 @@ that writes the tables in which modules keep their parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -84,3 +85,10 @@ class FlatFace(OriginalFace):
         parameter = slot.module._parameters.pop(slot.name)
         slot.module.__dict__[slot.name] = parameter
         return slot.module.__dict__
+
+    @staticmethod
+    def register(module: nn.Module, storages: Sequence[FlatStorage]) -> None:
+        """Make the shard of each storage a visible parameter of ``module``."""
+        for number, storage in enumerate(storages):
+            name = "_flat_param" if number == 0 else f"_flat_param_{number}"
+            module._parameters[name] = storage.show_flat(name)

@@ -68,7 +68,7 @@ class FlatStorage:
         self.parameters: list[nn.Parameter] = [entry.parameter for entry in owned]
         self.formats: list[MemoryFormat] = [format_of(p) for p in self.parameters]
         self.layout: FlatLayout = plan_layout(
-            [ParameterSpec(e.fqn, tuple(e.parameter.shape), row_granule(tuple(e.parameter.shape))) for e in owned],
+            [ParameterSpec(e.fqn, shape := tuple(e.parameter.shape), row_granule(shape)) for e in owned],
             comm.size,
             precision.compute_dtype(self.parameters[0].dtype).itemsize,
         )

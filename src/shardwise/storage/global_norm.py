@@ -220,7 +220,8 @@ def _check_and_unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 _NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 _KEEPS_PARTIAL: frozenset[Any] = frozenset({
     Tensor.to, Tensor.detach, Tensor.dim, Tensor.size,
-    *(cast("Any", getattr(Tensor, name)).__get__ for name in ("device", "dtype", "shape", "is_cuda", "layout")),
+    *(cast("Any", getattr(Tensor, name)).__get__
+      for name in ("device", "dtype", "shape", "is_cuda", "layout")),
 })
 _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(_NORMS, _norm),

@@ -80,9 +80,10 @@ def fit(storage: FlatStorage, seen: Visible, given: Tensor) -> Tensor:
 
 def take_over_replacements(face: OriginalFace) -> None:
     """Honour parameters that were registered in place of the user's old ones."""
-    for showing, found in face.strangers():
+    for showing, shown in face.strangers():
         storage, index = showing.storage, showing.index
-        if found is None:
+        found = shown
+        if shown is None:  # a flat unit's originals are attributes; an assigned Parameter is registered
             found = showing.slot.module._parameters.pop(showing.name, None)
             showing.table[showing.name] = found
         seen = _seen(storage, index)
