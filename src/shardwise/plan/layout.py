@@ -64,14 +64,13 @@ class FlatLayout:
 
     ::
 
-        rank         0               1               2               3
-              |---- S = 8 ----|---- S = 8 ----|---- S = 8 ----|---- S = 8 ----|
-              [a a a a|a a a a:a a a a|a a a a:b b b:b b b . .|c c c c c . . .]
-               <---------- a ---------------> <---- b --->     <-- c --->
+        rank    |   0   |   1   |   2   |     three shards of S = 8 elements
+                 aaa.BBBBbbbbBBBBcccccc..
 
-        a  16 elements, granule 4   the boundary at 8 falls between two of its granules
-        b   6 elements, granule 3   lies inside one shard, so no boundary concerns it
-        c   5 elements, granule 1   starts at an aligned place; the dots are padding
+        a   3 elements; the dot behind it is padding, so that b starts at an aligned place
+        b   3 rows of 4 elements (BBBB, bbbb, BBBB): with one row as its granule, the boundary at 8
+            falls between two rows; rank 0 holds row 0, rank 1 holds rows 1 and 2
+        c   6 elements; the dots at the end are padding, so that all shards are equal
 
     Every parameter is contiguous and may span shards. A rank's part of it is one range of whole
     granules: with rows as granules, one block of rows.
