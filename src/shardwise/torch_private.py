@@ -16,9 +16,16 @@ __all__ = [
     "WeakIdKeyDictionary",
     "allow_gradient_dtype",
     "base_of",
+    "bare_tensor",
+    "foreach_add",
+    "foreach_copy",
     "foreach_norm",
+    "foreach_scale",
     "in_backward",
+    "is_persistent_buffer",
+    "load_hook_count",
     "mark_foreach_supported",
+    "no_torch_function",
     "queue_after_backward",
     "run_gradient_hooks",
     "run_post_accumulate_hooks",
@@ -41,6 +48,16 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Is an autograd backward pass running on this thread? (No public equivalent.)"""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """Does a checkpoint hold buffer ``name`` of ``module``? (Modules tell only by their whole state dict.)"""
+    return name not in module._non_persistent_buffers_set
+
+
+def load_hook_count(module: nn.Module) -> int:
+    """How many hooks may change what is loaded into ``module`` itself. (No public list.)"""
+    return len(module._load_state_dict_pre_hooks)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -107,6 +124,21 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, casts included, in one call (the public form is a loop)."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add each source to its target in one call."""
+    torch._foreach_add_(targets, sources)
+
+
+def foreach_scale(targets: list[Tensor], factor: float) -> None:
+    """Multiply each target in one call."""
+    torch._foreach_mul_(targets, factor)
+
+
 def foreach_norm() -> Any:
     """The function that torch's ``clip_grad_norm_`` calls for a list of gradients."""
     return torch._foreach_norm
@@ -115,3 +147,16 @@ def foreach_norm() -> Any:
 def scaler_check() -> Any:
     """The function with which ``torch.amp.GradScaler`` unscales and looks for infinities."""
     return torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    """A tensor of class ``kind`` without memory: it only states ``shape``, and ``like``'s dtype and device.
+
+    The one way to make a tensor that is more than its memory; torch's own DTensor is made so.
+    """
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device,
+                                         requires_grad=requires_grad)
+
+
+#: a class with this ``__torch_function__`` sees operations once, in ``__torch_dispatch__``
+no_torch_function: Any = torch._C._disabled_torch_function_impl

@@ -6,7 +6,7 @@ The bound gradients are views of one chunk to which the engine keeps no referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,39 +21,29 @@ from .reduce import Reduced
 __all__ = ["bind"]
 
 
-def bind(collector: Collector, reduced: Reduced, kind: GradientKind, used: Callable[[int], bool]) -> None:
-    """Give the parameters with a target that is ``used`` their part of the chunk."""
+def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
+         used: Callable[[int], bool] | None = None) -> None:
+    """Give the parameters with a target that is ``used`` (None: all of them) their part of the chunk."""
+    chunk = reduced.chunk
+    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
     with torch.no_grad():
-        for storage, seen, offset in _selected(collector, used):
-            final = reduced.chunk.dtype if storage.precision.keep_low_precision_grads else storage.stored_dtype
-            gradient = reduced.chunk.as_strided(seen.size, seen.stride, offset)
-            if gradient.dtype != final:
-                gradient = gradient.to(final)
-            if gradient.device != storage.shard.device:
-                gradient = gradient.to(storage.shard.device)
+        for binding in collector.bindings:
+            if used is not None and not any(used(number) for number in binding.numbers):
+                continue
+            storage, seen = binding.storage, binding.seen
+            shard = storage.shard
+            form = (chunk.dtype if storage.precision.keep_low_precision_grads else shard.dtype, shard.device)
+            source = converted.get(form)
+            if source is None:
+                source = converted[form] = chunk.to(dtype=form[0], device=form[1])
+            gradient = source.as_strided(seen.size, seen.stride, binding.offset)
             _give(storage, seen, kind.mark(gradient))
-
-
-def _selected(
-    collector: Collector, used: Callable[[int], bool]
-) -> Iterator[tuple[FlatStorage, Visible, int]]:
-    """(storage, visible parameter, offset in the chunk) of what is to be bound."""
-    plan = collector.plan
-    assert plan is not None
-    numbers = {(id(t.storage), t.index): t.number for t in collector.targets}
-    for k, storage in enumerate(collector.live):
-        for seen in storage.visible:
-            mine = [numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers]
-            if any(used(number) for number in mine):
-                base = plan.base[k]
-                flat = len(seen.indices) > 1 or storage.hidden
-                yield storage, seen, base if flat and base is not None else plan.own[k][seen.indices[0]]
 
 
 def _give(storage: FlatStorage, seen: Visible, gradient: Tensor) -> None:
     parameter = seen.parameter
     gradient = run_gradient_hooks(parameter, gradient)
-    if gradient.dtype != parameter.dtype:
+    if gradient.dtype is not storage.shard.dtype:
         allow_gradient_dtype(parameter, gradient.dtype)
     held = parameter.grad
     if held is None:

@@ -93,6 +93,11 @@ class UnitBuffers:
                     fqn = f"{prefix}.{name}" if prefix else name
                     self._originals.append((fqn, _Original(module, name, buffer.dtype)))
 
+    @property
+    def is_cast(self) -> bool:
+        """Does any buffer stand in for an original of another dtype now?"""
+        return any(entry.cast is not None for _, entry in self._originals)
+
     def for_compute(self) -> None:
         """Cast what the policy names."""
         if self.dtype is not None:

@@ -6,7 +6,8 @@ wire, or at least fp32 while gradients of several backward passes are added up u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,20 @@ from torch import Tensor
 from ..comm.lanes import Lanes
 from ..plan.reduction import Piece, ReductionPlan, plan_reduction
 from ..storage.flat_buffer import FlatBuffer
-from ..storage.flat_storage import FlatStorage
+from ..storage.flat_storage import FlatStorage, Visible
+from ..torch_private import foreach_add, foreach_copy, foreach_scale
 
-__all__ = ["Collector", "Target"]
+__all__ = ["Binding", "Collector", "Target"]
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A visible parameter, the targets that it stands for, and where its part of a chunk lies."""
+
+    storage: FlatStorage
+    seen: Visible
+    numbers: tuple[int, ...]
+    offset: int
 
 
 class Target:
@@ -41,33 +53,31 @@ class Target:
         else:
             self.views = [buffer.view(piece.target, (piece.numel,), (1,)) for piece in self.pieces]
 
-    def put(self, gradient: Tensor, scale: float) -> None:
-        """Set, or add to, what is there."""
-        sources: Sequence[Tensor] = (gradient,)
-        if len(self.views) != 1:
-            flat = self.storage.formats[self.index].flatten(gradient)
-            sources = [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
-        for view, source in zip(self.views, sources, strict=True):
-            if self.filled:
-                view.add_(source, alpha=scale)
-            else:
-                view.copy_(source)
-                if scale != 1.0:
-                    view.mul_(scale)
-        self.filled = True
+    def sources(self, gradient: Tensor) -> Sequence[Tensor]:
+        """The parts of ``gradient`` that belong to ``views``."""
+        if len(self.views) == 1:
+            return (gradient,)
+        flat = self.storage.formats[self.index].flatten(gradient)
+        return [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
 
 
 class Collector:
     """The unsent gradients of one unit.
 
-    ``on_arrival(target)`` is called before a gradient is taken (it opens the buffer),
-    ``on_complete()`` when every leaf has delivered in this backward pass.
+    ``on_first()`` is called when the first gradient of a backward pass arrives (it opens the
+    buffer), ``on_complete()`` when every leaf has delivered in this pass. Small gradients wait
+    and are copied together; large ones are copied at once, so that they need not be held twice.
     """
 
+    #: gradients of at least this many elements are copied as soon as they arrive
+    LARGE = 65_536
+
     def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes,
-                 on_arrival: Callable[[], None], on_complete: Callable[[], None]) -> None:
+                 on_first: Callable[[], None], on_complete: Callable[[], None]) -> None:
         self._storages, self._lanes = list(storages), lanes
-        self._on_arrival, self._on_complete = on_arrival, on_complete
+        self._on_first, self._on_complete = on_first, on_complete
+        self._waiting: list[tuple[Target, Tensor]] = []
+        self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
         self.buffer: FlatBuffer | None = None
         self.plan: ReductionPlan | None = None
@@ -104,25 +114,62 @@ class Collector:
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
         self._hooks = [t.leaf.register_post_accumulate_grad_hook(self._listener(t)) for t in self.targets]
         self.missing = len(self.targets)
+        self.bindings = list(self._bindings())
+
+    def _bindings(self) -> Iterator[Binding]:
+        numbers = {(id(t.storage), t.index): t.number for t in self.targets}
+        for k, storage in enumerate(self.live):
+            assert self.plan is not None
+            base = self.plan.base[k]
+            for seen in storage.visible:
+                mine = tuple(numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers)
+                if mine:
+                    whole = bool(storage.hidden) and base is not None
+                    yield Binding(storage, seen, mine,
+                                  base if whole and base is not None else self.plan.own[k][seen.indices[0]])
 
     def _listener(self, target: Target) -> Callable[[Tensor], None]:
+        waiting, large = self._waiting, target.leaf.numel() >= self.LARGE
+
         def on_gradient(leaf: Tensor) -> None:
             gradient = leaf.grad
             leaf.grad = None
-            if gradient is not None:
-                self._on_arrival()
-                self._take(target, gradient)
+            if gradient is None:
+                return
+            if not self._ready:
+                self._on_first()
+                self._ready = True
+            waiting.append((target, gradient))
+            self.missing -= 1
+            if large:
+                self._flush()
+            if self.missing == 0:
+                self._flush()
+                self._on_complete()
+
         return on_gradient
 
-    def _take(self, target: Target, gradient: Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        self._lanes.compute.note("collect", reads=[gradient], writes=[self.buffer])
+    def _flush(self) -> None:
+        """Copy the waiting gradients into the buffer: set what is empty, add to what is filled."""
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for target, gradient in self._waiting:
+            dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+            into, sources = more if target.filled else fresh
+            into.extend(target.views)
+            sources.extend(target.sources(dense))
+            target.filled = True
+        self._lanes.compute.note("collect", reads=[g for _, g in self._waiting], writes=[self.buffer])
+        self._waiting.clear()
         with torch.no_grad():
-            target.put(gradient, self.scale)
-        self.missing -= 1
-        if self.missing == 0:
-            self._on_complete()
+            if fresh[0]:
+                foreach_copy(*fresh)
+                if self.scale != 1.0:
+                    foreach_scale(fresh[0], self.scale)
+            if more[0]:
+                if self.scale != 1.0:
+                    more = (more[0], [source * self.scale for source in more[1]])
+                foreach_add(*more)
 
     @property
     def holding(self) -> bool:
@@ -153,6 +200,9 @@ class Collector:
     def hand_over(self) -> tuple[Tensor, list[bool]]:
         """All chunks in the wire dtype, zeros where nothing arrived, and what did arrive."""
         assert self.buffer is not None
+        self._ready = False
+        if self._waiting:
+            self._flush()
         used = [target.filled for target in self.targets]
         with torch.no_grad():
             for target in self.targets:
@@ -169,6 +219,7 @@ class Collector:
 
     def drop(self) -> None:
         """Forget what arrived, and give the memory back."""
+        self._waiting.clear()
         for target in self.targets:
             target.filled = False
             target.leaf.grad = None
@@ -176,4 +227,10 @@ class Collector:
 
     def expect_all(self) -> None:
         """Count from the start for the next backward pass."""
+        self._ready = False
         self.missing = len(self.targets)
+
+    def end_pass(self) -> None:
+        """The backward pass is over: nothing waits any longer."""
+        if self._waiting:
+            self._flush()

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import LifecycleError
+from ..storage.faces import Showing
 from ..torch_private import base_of
 from .precision import cast_inputs, cast_outputs
 from .session import Call, Session
 from .traverse import map_tensors, tensors_in
 from .unit import Unit
 
-__all__ = ["UnitHooks", "alias", "attach", "detach", "hooks_of", "unit_of"]
+__all__ = ["Place", "StateAdapter", "UnitHooks", "alias", "attach", "attach_state", "detach", "hooks_of",
+           "unit_of"]
 
 _UNITS: weakref.WeakKeyDictionary[nn.Module, UnitHooks] = weakref.WeakKeyDictionary()
 
@@ -44,9 +47,13 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
 
-    @torch.compiler.disable
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Enter the unit."""
+        """Enter the unit; outside the graph where a compiler looks on."""
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._before)(args, kwargs)
+        return self._before(args, kwargs)
+
+    def _before(self, args: Any, kwargs: Any) -> Any:
         session = self.session or self._join()
         unit = self.unit
         session.enter_forward(unit)
@@ -66,9 +73,13 @@ class UnitHooks:
         self.session = self._start_session(self.unit)
         return self.session
 
-    @torch.compiler.disable
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Leave the unit; also called when forward raised, with ``output`` None."""
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._after)(output)
+        return self._after(output)
+
+    def _after(self, output: Any) -> Any:
         if not self._open:
             return None
         watched = self._open.pop()
@@ -165,3 +176,63 @@ def unit_of(module: nn.Module) -> Unit | None:
 def hooks_of(module: nn.Module) -> UnitHooks | None:
     """The hooks of ``module``, if it is a unit's."""
     return _UNITS.get(module)
+
+
+# ---------------------------------------------------------------------- state dicts
+# module -> its parameters that some unit saves and loads already (a module may be part of two units)
+_PLACED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One module of a unit: its name below the unit's root, and the sharded parameters it registers."""
+
+    module: nn.Module
+    name: str
+    showings: tuple[Showing, ...]
+
+
+class StateAdapter(Protocol):
+    """What a unit's part in state dicts is made by. ``prefix`` is that of the module concerned.
+
+    Order of a save: ``begin`` at each root module, ``save`` at each module after its children,
+    ``end`` at the root. Of a load: ``check`` at the root, ``load`` before and ``loaded`` after
+    torch reads the entries of each module. A call on a module below the root skips the root's.
+    """
+
+    def begin(self) -> None: ...
+    def save(self, place: Place, destination: dict[str, Any], prefix: str) -> None: ...
+    def end(self, destination: dict[str, Any], prefix: str) -> None: ...
+    def check(self, root: nn.Module, state: dict[str, Any], prefix: str) -> None: ...
+    def load(self, place: Place, state: dict[str, Any], prefix: str, missing: list[str]) -> None: ...
+    def loaded(self, place: Place) -> None: ...
+
+
+def attach_state(unit: Unit, adapter: StateAdapter) -> None:
+    """Let ``adapter`` take part in the state dicts of the modules of ``unit``."""
+    showings: dict[nn.Module, list[Showing]] = {}
+    for showing in unit.face.showings:
+        showings.setdefault(showing.slot.module, []).append(showing)
+    for root in unit.modules:
+        root.register_state_dict_pre_hook(lambda _module, _prefix, _keep_vars: adapter.begin())
+        root.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: adapter.check(module, state, prefix))
+    for name, module in unit.own_modules:
+        known = _PLACED.setdefault(module, set())
+        fresh = tuple(s for s in showings.get(module, ()) if s.name not in known)
+        if fresh or (module._buffers and not known):
+            known.update(s.name for s in fresh)
+            _attach_place(Place(module, name, fresh), adapter)
+    for root in unit.modules:
+        root.register_state_dict_post_hook(
+            lambda _module, destination, prefix, _metadata: adapter.end(destination, prefix))
+
+
+def _attach_place(place: Place, adapter: StateAdapter) -> None:
+    module = place.module
+    module.register_state_dict_post_hook(
+        lambda _module, destination, prefix, _metadata: adapter.save(place, destination, prefix))
+    module.register_load_state_dict_pre_hook(
+        lambda _module, state, prefix, _metadata, _strict, missing, *_: adapter.load(
+            place, state, prefix, missing))
+    module.register_load_state_dict_post_hook(lambda _module, _keys: adapter.loaded(place))

@@ -244,6 +244,7 @@ class Session:
         for call in list(self.step.entered):
             self.leave_backward(call)
         for unit in self.units:
+            unit.collector.end_pass()
             if unit.collector.holding or (unit in self.step.touched and unit not in self.step.reduced):
                 self.send(unit)
             unit.outstanding, unit.unwatched = 0, False

@@ -78,7 +78,7 @@ class Unit:
         self.kind = GradientKind(groups.shard)
         self.sent: Reduced | None = None
         self.flags: list[bool] = []  #: which targets had a gradient here in the last reduction
-        self.collector = Collector(storages, lanes, self._on_arrival, self._on_complete)
+        self.collector = Collector(storages, lanes, self._on_first, self._on_complete)
         self.on_first_gradient = _nothing  # set by the session
         self.on_all_gradients = _nothing
 
@@ -151,7 +151,7 @@ class Unit:
             self.gather.free()
 
     # ------------------------------------------------------------------ gradients
-    def _on_arrival(self) -> None:
+    def _on_first(self) -> None:
         self.on_first_gradient()
         self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
         self.collector.open(keep=not self.settings.sync_gradients)
@@ -187,7 +187,8 @@ class Unit:
         if not sent.final or all(sent.used):
             self.sent = None
         if sent.final:
-            bind(self.collector, sent, self.kind, lambda number: sent.used[number])
+            bind(self.collector, sent, self.kind,
+                 None if all(sent.used) else lambda number: sent.used[number])
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
         """Give the parameters that only other ranks used their part of the sum."""

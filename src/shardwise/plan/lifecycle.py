@@ -15,30 +15,30 @@ A session's pass::
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum
 
 from ..errors import LifecycleError
 
 __all__ = ["Pass", "Residency", "require_move"]
 
 
-class Residency(Enum):
+class Residency(IntEnum):
     """What memory a unit holds."""
 
-    SHARDED = auto()  #: this rank's shard only; the gathered storage has 0 bytes
-    UNSHARDING = auto()  #: the gathered storage is allocated and a gather is under way
-    UNSHARDED = auto()  #: the gathered storage holds the whole parameters
+    SHARDED = 0  #: this rank's shard only; the gathered storage has 0 bytes
+    UNSHARDING = 1  #: the gathered storage is allocated and a gather is under way
+    UNSHARDED = 2  #: the gathered storage holds the whole parameters
 
 
-class Pass(Enum):
+class Pass(IntEnum):
     """What a session is doing."""
 
-    REST = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
+    REST = 10
+    FORWARD = 11
+    BACKWARD = 12
 
 
-_MOVES: frozenset[tuple[Enum, Enum]] = frozenset({
+_MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
     (Residency.SHARDED, Residency.UNSHARDING),
     (Residency.UNSHARDING, Residency.UNSHARDED),
     (Residency.UNSHARDING, Residency.SHARDED),
@@ -51,7 +51,7 @@ _MOVES: frozenset[tuple[Enum, Enum]] = frozenset({
 })
 
 
-def require_move(unit: str, old: Enum, new: Enum) -> None:
+def require_move(unit: str, old: IntEnum, new: IntEnum) -> None:
     """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
     if (old, new) not in _MOVES:
         raise LifecycleError(
