@@ -100,18 +100,21 @@ def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     The engine, not autograd, gives a sharded parameter its gradient; there is no public list of
     a tensor's hooks.
     """
-    for hook in tuple((parameter._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        if changed is not None:
-            gradient = changed
+    hooks = parameter._backward_hooks
+    if hooks:
+        for hook in tuple(hooks.values()):
+            changed = hook(gradient)
+            if changed is not None:
+                gradient = changed
     return gradient
 
 
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
     """Call the user's ``register_post_accumulate_grad_hook`` functions (no public list either)."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    for hook in tuple((hooks or {}).values()):
-        hook(parameter)
+    if hooks:
+        for hook in tuple(hooks.values()):
+            hook(parameter)
 
 
 def allow_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import WritebackError
-from ..storage.flat_storage import FlatStorage, Visible
 from ..storage.global_norm import GradientKind
-from ..torch_private import allow_gradient_dtype, run_gradient_hooks, run_post_accumulate_hooks
-from .collect import Collector
+from ..torch_private import (
+    allow_gradient_dtype,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
+    without_torch_function,
+)
+from .collect import Binding, Collector
 from .reduce import Reduced
 
 __all__ = ["bind"]
@@ -26,6 +30,7 @@ def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
     """Give the parameters with a target that is ``used`` (None: all of them) their part of the chunk."""
     chunk = reduced.chunk
     converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
+    chosen: list[tuple[Binding, Tensor]] = []
     with torch.no_grad():
         for binding in collector.bindings:
             if used is not None and not any(used(number) for number in binding.numbers):
@@ -36,13 +41,18 @@ def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
             source = converted.get(form)
             if source is None:
                 source = converted[form] = chunk.to(dtype=form[0], device=form[1])
-            gradient = source.as_strided(seen.size, seen.stride, binding.offset)
-            _give(storage, seen, kind.mark(gradient))
+            gradient = kind.mark(source.as_strided(seen.size, seen.stride, binding.offset))
+            chosen.append((binding, run_gradient_hooks(seen.parameter, gradient)))
+        with without_torch_function():
+            for binding, gradient in chosen:
+                _give(binding, gradient)
+        for binding, _ in chosen:
+            run_post_accumulate_hooks(binding.seen.parameter)
 
 
-def _give(storage: FlatStorage, seen: Visible, gradient: Tensor) -> None:
+def _give(binding: Binding, gradient: Tensor) -> None:
+    storage, seen = binding.storage, binding.seen
     parameter = seen.parameter
-    gradient = run_gradient_hooks(parameter, gradient)
     if gradient.dtype is not storage.shard.dtype:
         allow_gradient_dtype(parameter, gradient.dtype)
     held = parameter.grad
@@ -56,4 +66,3 @@ def _give(storage: FlatStorage, seen: Visible, gradient: Tensor) -> None:
             unit=storage.unit, rank=storage.rank, expected=tuple(gradient.shape), got=tuple(held.shape),
             remedy="Assign a gradient of this rank's rows, or None.",
         )
-    run_post_accumulate_hooks(parameter)

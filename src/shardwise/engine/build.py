@@ -16,7 +16,7 @@ from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
 from ..storage.faces import FlatFace, OriginalFace
 from ..storage.flat_buffer import BufferPool
-from ..storage.flat_storage import FlatStorage
+from ..storage.flat_storage import FlatStorage, Place
 from ..storage.sharded_parameter import home_of
 from .hooks import attach, hooks_of, unit_of
 from .reduce import Groups
@@ -40,6 +40,7 @@ class Choices:
     schedule: Schedule = field(default_factory=Schedule)
     original_parameters: bool = True
     offload: bool = False
+    pin_memory: bool = True
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[nn.Parameter] = frozenset()
 
@@ -73,7 +74,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     _check(ownership, modules[0], choices)
     storages = [
         FlatStorage(type(modules[0]).__name__, kind, choices.groups.shard, choices.precision,
-                    (choices.device, pool_for(choices.device)))
+                    Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory))
         for kind in _kinds(ownership.owned)
     ]
     face = OriginalFace() if choices.original_parameters else FlatFace()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.model_state import install
 from ..comm.mesh import default_group, groups_of_mesh, require_process_group, transports
 from ..engine.build import Choices, build_unit
 from ..engine.hooks import unit_of
@@ -19,6 +20,7 @@ from ..engine.reduce import Groups
 from ..engine.unit import Schedule, Settings
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
+from ..plan.state_options import StateDictType
 from .module import FSDPModule
 
 __all__ = ["fully_shard"]
@@ -59,7 +61,7 @@ def fully_shard(
     device = _device(modules, mesh)
     pair = groups_of_mesh(mesh, hybrid=True) if mesh is not None else (default_group(), None)
     shard, replicate = transports(pair, device)
-    build_unit(modules, Choices(
+    unit = build_unit(modules, Choices(
         groups=Groups(shard, replicate),
         device=device,
         precision=Precision.of_policy(mp_policy),
@@ -67,8 +69,10 @@ def fully_shard(
                           keep_as_root=reshard_after_forward is None),
         schedule=Schedule(),
         offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pin_memory=not isinstance(offload_policy, CPUOffloadPolicy) or offload_policy.pin_memory,
         ignored_parameters=frozenset(ignored_params or ()),
     ))
+    install(unit, StateDictType.SHARDED_STATE_DICT, snapshot=False)
     for one in modules:
         one.__class__ = _sharded_class(type(one))
     return module

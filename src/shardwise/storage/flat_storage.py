@@ -26,10 +26,20 @@ from .flat_buffer import BufferPool, FlatBuffer
 from .memory_format import MemoryFormat, format_of
 from .sharded_parameter import enroll
 
-__all__ = ["FLAT", "FlatStorage", "Visible"]
+__all__ = ["FLAT", "FlatStorage", "Place", "Visible"]
 
 #: the index under which a flat parameter itself is enrolled
 FLAT = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a unit computes, and where its shards live."""
+
+    device: torch.device
+    pool: BufferPool
+    offload: bool = False  #: shards on the host
+    pin_memory: bool = True
 
 
 @dataclass(eq=False)
@@ -58,12 +68,12 @@ class FlatStorage:
         owned: Sequence[OwnedParameter],
         comm: Collectives,
         precision: Precision,
-        place: tuple[torch.device, BufferPool],
+        place: Place,
     ) -> None:
         self.unit = unit
         self.comm = comm
         self.precision = precision
-        self.compute_device, self.pool = place
+        self.compute_device, self.pool, self.place = place.device, place.pool, place
         self.owned = list(owned)
         self.parameters: list[nn.Parameter] = [entry.parameter for entry in owned]
         self.formats: list[MemoryFormat] = [format_of(p) for p in self.parameters]
@@ -118,9 +128,8 @@ class FlatStorage:
     # ------------------------------------------------------------------ at rest
     def _take_in(self, dtype: torch.dtype) -> None:
         """Copy this rank's slices into a new shard and point the user's parameters at it."""
-        device = self.parameters[0].device
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.shard = self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+            self.shard = self._new_shard(dtype, self.parameters[0].device)
             for index, parameter in enumerate(self.parameters):
                 span = self.layout.span(index, self.rank)
                 flat = self.formats[index].flatten(parameter.data)
@@ -131,6 +140,13 @@ class FlatStorage:
             self.visible.append(seen)
             enroll(entry.parameter, self, index)
             self.point_at_shard(seen)
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros [S] on ``device``, or on the host if shards are offloaded, pinned for an accelerator."""
+        if not self.place.offload:
+            return self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+        pinned = self.place.pin_memory and self.compute_device.type != "cpu"
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, pin_memory=pinned)
 
     def local_view(self, seen: Visible, base: Tensor | None = None) -> Tensor:
         """The part of ``base`` (default: the shard) that ``seen`` shows."""
@@ -150,7 +166,7 @@ class FlatStorage:
     def rehome(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the shard to another stored dtype or device (``model.to(...)`` after wrapping)."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            fresh = self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+            fresh = self._new_shard(dtype, device)
             for seen in self.visible:
                 self.local_view(seen, fresh).copy_(seen.parameter.data)
         self.shard = fresh
