@@ -23,6 +23,8 @@ from .shared_memory import SharedMemoryCollectives
 
 __all__ = ["close_all", "collectives_for"]
 
+_REMEDY = "Pass shared_memory=None to let shardwise choose."
+
 
 class _Kept:
     """The transports of this process, and the shared memory that its groups have in common."""
@@ -52,8 +54,7 @@ def collectives_for(
     """
     obstacle = "it was refused" if shared_memory is False else _obstacle(group, device)
     if shared_memory and obstacle:
-        raise ConfigurationError(f"shared memory cannot carry this group ({obstacle})",
-                                 remedy="Pass shared_memory=None to let shardwise choose.")
+        raise ConfigurationError(f"shared memory cannot carry this group ({obstacle})", remedy=_REMEDY)
     choice = None if obstacle else bool(shared_memory)
     transports = _kept.by_group.setdefault(group, {})
     if choice not in transports:
@@ -88,7 +89,7 @@ def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool
         made = SharedMemoryCollectives(group, _kept.arena, **timeout)
     except SharedMemoryUnavailable as error:
         if required:
-            raise ConfigurationError(str(error)) from error
+            raise ConfigurationError(error.what, remedy=_REMEDY) from error
         if error.one_host and dist.get_rank(group) == 0:
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         return ProcessGroupCollectives(group)

@@ -28,11 +28,11 @@ _T = TypeVar("_T")
 
 
 class SharedMemoryUnavailable(CommunicationError):
-    """These ranks cannot share memory. ``one_host`` is False when that is by their place."""
+    """These ranks cannot share memory: ``what`` is why. ``one_host``: it is not by their place."""
 
     def __init__(self, what: str, *, one_host: bool) -> None:
         super().__init__(what, remedy="The process group carries the data instead; it is slower.")
-        self.one_host = one_host
+        self.what, self.one_host = what, one_host
 
 
 class Peer(NamedTuple):
