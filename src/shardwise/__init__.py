@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.composable import fully_shard
+from .frontend.full_precision import full_precision
 from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.wrapper import FullyShardedDataParallel
@@ -16,6 +17,19 @@ from .plan.options import (
     OffloadPolicy,
     ShardingStrategy,
 )
+from .plan.state_options import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .storage.sharded_parameter import is_sharded
 
 __version__ = "0.1.0"
@@ -25,14 +39,26 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "clip_grad_norm",
     "clip_grad_value",
+    "full_precision",
     "fully_shard",
     "is_sharded",
     "memory_of",

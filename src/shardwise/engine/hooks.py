@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from ..errors import LifecycleError
 from ..storage.faces import Showing
 from ..torch_private import base_of
-from .precision import cast_inputs, cast_outputs
+from .precision import cast_floating, cast_inputs, cast_outputs, cast_up
 from .session import Call, Session
 from .traverse import map_tensors, tensors_in
 from .unit import Unit
 
 __all__ = ["Place", "StateAdapter", "UnitHooks", "alias", "attach", "attach_state", "detach", "hooks_of",
-           "unit_of"]
+           "keep_precision", "unit_of"]
 
 _UNITS: weakref.WeakKeyDictionary[nn.Module, UnitHooks] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class UnitHooks:
@@ -140,6 +141,31 @@ def _watch(session: Session, call: Call, watched: Tensor | None, output: Any) ->
             session.leave_backward(call)
 
         watched.grad_fn.register_prehook(on_input)
+
+
+class _KeepPrecision:
+    """A module that computes in its own dtype among others that do not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._given: list[torch.dtype | None] = []  # forwards under way, each with its inputs' dtype
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs, given = cast_up(module, args, kwargs)
+        self._given.append(given)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        given = self._given.pop() if self._given else None
+        return None if given is None or output is None else cast_floating(given, output)
+
+
+def keep_precision(module: nn.Module) -> None:
+    """Let ``module`` take its floating-point inputs in its own dtype, and give back outputs in theirs."""
+    if module not in _KEPT:
+        _KEPT.add(module)
+        _KeepPrecision(module)
 
 
 def attach(unit: Unit, start_session: Callable[[Unit], Session]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.model_state import install
 from ..comm.mesh import transports
 from ..engine.build import build_unit
 from ..engine.hooks import alias, unit_of
 from ..errors import LifecycleError
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from ..plan.policies import ApartPolicy
+from ..plan.state_options import StateDictType
 from .clip import clip_grad_norm
 from .ignored import ignored_by_states
 from .materialise import materialise, move_to_device, sync_states
 from .module import session_at, unit_at
+from .state_methods import StateDictMethods
 from .wrapper_options import WrapperOptions, check_options, choices_of, groups_of
 from .wrapping import auto_wrap, warn_without_forward
 
@@ -43,7 +47,7 @@ _SHARED = (
 )
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """Shards ``module`` over the ranks of a process group.
 
     The arguments are those of torch's class of this name:
@@ -108,7 +112,8 @@ class FullyShardedDataParallel(nn.Module):
         both = transports(groups_of(options), device)
         if sync_module_states:
             sync_states(module, [c for c in both if c is not None], ignored, ignored_parameters)
-        build_unit([module], choices_of(options, both, device, (ignored, ignored_parameters)))
+        unit = build_unit([module], choices_of(options, both, device, (ignored, ignored_parameters)))
+        install(unit, StateDictType.FULL_STATE_DICT, snapshot=True)
         self._adopt(module)
         alias(self, module)
 
@@ -177,7 +182,7 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         unit = unit_of(self.module)
         if unit is not None and not unit.uses:
-            unit.reshard()
+            unit.come_to_rest()
         self.module._apply(fn, recurse)
         return self
 
@@ -241,7 +246,9 @@ def _auto_wrap(module: nn.Module, options: WrapperOptions, policy: Any, ignored:
                ignored_parameters: set[nn.Parameter]) -> None:
     mp = options.mixed_precision
     if mp is not None and mp._module_classes_to_ignore:
-        policy = ApartPolicy(policy, tuple(mp._module_classes_to_ignore), mixed_precision=None)
+        # of its own, such a unit has nothing that a narrower wire could be asked for
+        policy = ApartPolicy(policy, tuple(mp._module_classes_to_ignore),
+                             mixed_precision=replace(mp, reduce_dtype=None))
         if any(isinstance(m, tuple(mp._module_classes_to_ignore)) for m in module.modules()):
             warnings.warn("shardwise: modules that mixed precision leaves alone become units of their own",
                           stacklevel=4)

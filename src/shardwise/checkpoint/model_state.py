@@ -1,0 +1,202 @@
+"""``state_dict()`` and ``load_state_dict()`` of sharded modules, called anywhere in the tree.
+
+Every module of a unit that registers sharded parameters takes part by itself, so a state dict
+is right at any depth, under any prefix, and through any plain parent.
+
+    save   before: torch has put this rank's rows (or nothing, or a flat parameter) under the keys
+           after:  every key of the bare module is there with the value that the unit's settings
+                   ask for; no other key; the model as it was
+    load   before: the keys are those of the bare module; values are whole, records, or local rows
+           after:  the rows are written in place, so the objects registered are those from before;
+                   torch finds nothing left to do; an ill-fitting value has changed nothing
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.build import owner_of
+from ..engine.hooks import Place, attach_state
+from ..engine.unit import Unit
+from ..errors import CheckpointError
+from ..plan.state_options import FullStateDictConfig, StateDictSettings, StateDictType, settings_for
+from ..storage.faces import Showing
+from ..storage.flat_storage import FlatStorage
+from ..torch_private import is_persistent_buffer
+from .matching import check_values, share_tied
+from .rows import record_of, rows_from, rows_now, write_rows
+from .wholes import wholes_for
+
+__all__ = ["UnitState", "install", "state_of"]
+
+_STATES: weakref.WeakKeyDictionary[Unit, UnitState] = weakref.WeakKeyDictionary()
+
+
+def install(unit: Unit, kind: StateDictType, *, snapshot: bool) -> None:
+    """Let ``unit`` take part in state dicts, of ``kind`` by default.
+
+    ``snapshot``: records are copies, which later training does not change (else they share
+    memory with the parameters, as the entries of an ordinary state dict do).
+    """
+    _STATES[unit] = state = UnitState(unit, settings_for(kind), snapshot=snapshot)
+    attach_state(unit, state)
+
+
+def state_of(unit: Unit) -> UnitState:
+    """The part of ``unit`` in state dicts."""
+    return _STATES[unit]
+
+
+class UnitState:
+    """A unit's part in state dicts."""
+
+    def __init__(self, unit: Unit, settings: StateDictSettings, *, snapshot: bool) -> None:
+        self._unit = weakref.ref(unit)
+        self.settings, self.snapshot = settings, snapshot
+        self.whole_unit = False  #: the state dict of the unit's root module is being made
+        self._cast = False  #: buffers wait to be cast back after a load
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None
+        return unit
+
+    @property
+    def is_main(self) -> bool:
+        """Does this rank keep what ``rank0_only`` asks for?"""
+        return all(comm.rank == 0 for comm in self.unit.groups.nontrivial)
+
+    @property
+    def _keeps(self) -> bool:
+        config = self.settings.state_dict_config
+        return self.is_main or not (isinstance(config, FullStateDictConfig) and config.rank0_only)
+
+    # ------------------------------------------------------------------ save
+    def begin(self) -> None:
+        """The state dict of the unit's root module begins."""
+        self.whole_unit = True
+
+    def save(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
+        """Put the values of one module in, in the order of the bare module."""
+        for unit in (self.unit, *self.unit.needs):
+            unit.take_over_edits()
+        behind_flat: dict[str, Any] = {}
+        for showing in place.showings:
+            key = prefix + showing.name
+            held = destination.get(key)
+            value = self._value(showing, destination, requires_grad=isinstance(held, nn.Parameter))
+            if showing.storage.hidden and value is not None:
+                behind_flat[key] = value
+            elif held is not None and value is not None:
+                destination[key] = value
+            else:
+                destination.pop(key, None)
+        self._save_buffers(place, destination, prefix)
+        _put_first(destination, prefix, behind_flat)
+
+    def _value(self, showing: Showing, destination: dict[str, Any], *, requires_grad: bool) -> Tensor | None:
+        storage, index = showing.storage, showing.index
+        kind, host = self.settings.state_dict_type, self.settings.state_dict_config.offload_to_cpu
+        if kind is StateDictType.FULL_STATE_DICT:
+            owner = owner_of(storage.parameters[index]) or self.unit
+            value = wholes_for(destination).get(
+                storage, index, unit_at_once=state_of(owner).whole_unit, host=host, keep=self._keeps)
+        elif kind is StateDictType.LOCAL_STATE_DICT:
+            value = rows_now(storage, index).detach()
+        else:
+            value = record_of(storage, index)
+            value = value.clone() if self.snapshot else value
+        if value is not None and host:
+            value = value.cpu()
+        return value.requires_grad_() if requires_grad and value is not None and value.is_floating_point() else value
+
+    def _save_buffers(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
+        host = self.settings.state_dict_config.offload_to_cpu
+        for name in place.module._buffers:
+            key = prefix + name
+            exact = self.unit.buffers.exact(f"{place.name}.{name}" if place.name else name)
+            if key in destination and is_persistent_buffer(place.module, name):
+                value = destination[key] if exact is None else exact.detach()
+                destination[key] = value.cpu() if host else value
+
+    def end(self, destination: dict[str, Any], prefix: str) -> None:
+        """The state dict of the unit's root module is complete."""
+        self.whole_unit = False
+        for storage in self.unit.storages:
+            if type(destination) is not dict:
+                wholes_for(destination).forget(storage)
+            if storage.hidden:
+                destination.pop(prefix + storage.visible[0].fqn, None)
+        if self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self._keeps:
+            for key in [key for key in destination if key.startswith(prefix)]:
+                del destination[key]
+
+    # ------------------------------------------------------------------ load
+    def check(self, root: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Before anything is changed: can everything below the unit's root be loaded?"""
+        unit = self.unit
+        if unit.uses:
+            raise CheckpointError("cannot load a state dict into a unit in use", unit=unit.name,
+                                  remedy="Load outside of forward and backward.")
+        for one in (unit, *unit.needs):
+            one.take_over_edits()
+        share_tied(root, state, prefix)
+        check_values(root, state, prefix, local=self._local)
+        for storage in unit.storages:
+            if storage.hidden:
+                state[prefix + storage.visible[0].fqn] = storage.visible[0].parameter
+
+    @property
+    def _local(self) -> bool:
+        return self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    def load(self, place: Place, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
+        """Write the values of one module, and leave torch an entry that fits."""
+        touched: set[FlatStorage] = set()
+        for showing in place.showings:
+            key, storage, index = prefix + showing.name, showing.storage, showing.index
+            if key in state and not storage.widened:
+                write_rows(storage, index, rows_from(storage, index, state[key], key, local=self._local))
+                touched.add(storage)
+                state[key] = storage.parameters[index]
+            elif key in state:
+                state[key] = value = _whole(state[key])
+                if storage.hidden:
+                    with torch.no_grad():
+                        storage.parameters[index].copy_(value)
+            if storage.hidden and state.pop(key, None) is None:
+                missing.append(key)
+        for unit in (self.unit, *self.unit.needs):
+            if unit.uses == 0 and touched.intersection(unit.storages):
+                unit.reshard()  # what is gathered is out of date
+        if place.module._buffers and self.unit.buffers.is_cast:
+            self.unit.buffers.for_checkpoint()
+            self._cast = True
+
+    def loaded(self, place: Place) -> None:
+        """Cast the buffers again if they were."""
+        if self._cast:
+            self._cast = False
+            self.unit.buffers.for_compute()
+
+
+def _whole(value: Any) -> Any:
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def _put_first(destination: dict[str, Any], prefix: str, parameters: dict[str, Any]) -> None:
+    """Add ``parameters`` where torch has a module's own: in front of all else below ``prefix``."""
+    behind: list[str] = []
+    for key in reversed(destination if parameters else {}):
+        if not key.startswith(prefix):
+            break
+        behind.append(key)
+    rest = {key: destination.pop(key) for key in reversed(behind)}
+    destination.update(parameters)
+    destination.update(rest)

@@ -1,0 +1,231 @@
+"""The sharded record: this rank's rows of a tensor, and where they lie in the whole.
+
+A record is a ``torch.Tensor`` that states the global shape and holds only local rows, so that
+state dicts of records pass through ``torch.distributed.checkpoint``, ``torch.save``, ``copy`` and
+``.to(...)`` as those of tensors do. It computes nothing: use ``to_local()`` or ``full_tensor()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..comm.collectives import Collectives
+from ..errors import CheckpointError
+from ..torch_private import bare_tensor, no_torch_function
+
+__all__ = ["Placement", "ShardedRecord", "rebuild_record"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rows of a tensor each rank of a group holds.
+
+    ``bounds[r]``: the first row of rank ``r`` and the one behind its last. A 0-d tensor counts
+    as one row. ``comm`` is None for a record that was read from a file.
+    """
+
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    rank: int
+    comm: Collectives | None = field(default=None, compare=False, repr=False)
+    device: torch.device | None = field(default=None, compare=False, repr=False)  #: on which ``comm`` works
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """This rank's."""
+        return self.bounds[self.rank]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return prod(self.shape[1:])
+
+    def same_rows(self, other: Placement) -> bool:
+        """Does every rank hold the same rows in both?"""
+        return (self.shape, self.bounds, self.rank) == (other.shape, other.bounds, other.rank)
+
+    def with_trailing(self, trailing: tuple[int, ...]) -> Placement:
+        """The same rows of a tensor with other dims behind dim 0."""
+        shape = (*self.shape[:1], *trailing) if self.shape else trailing
+        return Placement(shape, self.bounds, self.rank, self.comm, self.device)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's rows of ``whole``, a view; 1-D for a 0-d tensor."""
+        first, last = self.rows
+        return (whole if self.shape else whole.reshape(1))[first:last]
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole tensor, in new memory, from every rank's rows (a collective of the group)."""
+        if prod(self.shape) == 0:
+            return local.new_empty(self.shape)
+        comm = self.comm
+        if comm is None and len(self.bounds) > 1:
+            raise CheckpointError(
+                "a record that was read from a file cannot be gathered: it belongs to no group",
+                remedy="Load it into a model of the same layout, or save with torch.distributed.checkpoint.",
+            )
+        if comm is None or comm.size == 1:
+            return local.detach().clone().reshape(self.shape)
+        device = self.device or local.device
+        slot = max(last - first for first, last in self.bounds) * self.row_numel
+        mine = torch.zeros(slot, dtype=local.dtype, device=device)
+        mine[: local.numel()] = local.detach().reshape(-1)
+        everyone = torch.empty(slot * comm.size, dtype=local.dtype, device=device)
+        comm.all_gather(everyone, mine).wait()
+        pieces = [everyone[rank * slot : rank * slot + (last - first) * self.row_numel]
+                  for rank, (first, last) in enumerate(self.bounds)]
+        return torch.cat(pieces).reshape(self.shape)
+
+
+class ShardedRecord(torch.Tensor):
+    """This rank's rows of a tensor of global ``shape``."""
+
+    _local: Tensor
+    _placement: Placement
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> ShardedRecord:
+        record = bare_tensor(cls, local, placement.shape, requires_grad)
+        record._local, record._placement = local, placement
+        return record
+
+    @property
+    def placement(self) -> Placement:
+        """Which rows each rank holds."""
+        return self._placement
+
+    def to_local(self) -> Tensor:
+        """This rank's rows; shares memory with the record."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, gathered from all ranks of the group (a collective), in new memory."""
+        return self._placement.gather(self._local)
+
+    def _with(self, local: Tensor) -> ShardedRecord:
+        return ShardedRecord(local, self._placement, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise CheckpointError(
+                f"a sharded record computes nothing, and {func} was called on one",
+                remedy="Use record.to_local() for this rank's rows, or record.full_tensor() on every rank.",
+            )
+        return handler(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedRecord:
+        return self._with(self._local.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._placement
+        return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank)
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, last = self._placement.rows
+        return (f"ShardedRecord(rows {first} to {last} of shape {tuple(self.shape)}, {self.dtype}, "
+                f"device={self.device})")
+
+    # ------------------------------------------------------------------ torch.distributed.checkpoint
+    def _box(self) -> ChunkStorageMetadata | None:
+        """This rank's rows as the one box that it reads and writes; None where it has none."""
+        place = self._placement
+        first, last = place.rows
+        empty = prod(place.shape) == 0
+        if first == last and not (empty and place.rank == 0):
+            return None
+        if not place.shape or empty:
+            return ChunkStorageMetadata(torch.Size([0] * len(place.shape)), torch.Size(place.shape))
+        trailing = place.shape[1:]
+        return ChunkStorageMetadata(torch.Size([first, *[0] * len(trailing)]),
+                                    torch.Size([last - first, *trailing]))
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        box = self._box()
+        if box is None:
+            return []
+        properties = TensorProperties.create_from_tensor(self._local)
+        data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(self._placement.shape))
+        return [WriteItem(index=MetadataIndex(fqn, box.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        box = self._box()
+        return [] if box is None else [box]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        shape = self._placement.shape
+        return self._local.reshape(shape) if not shape or prod(shape) == 0 else self._local
+
+
+def rebuild_record(
+    local: Tensor, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], rank: int
+) -> ShardedRecord:
+    """A record as it comes from a file: without a group."""
+    return ShardedRecord(local, Placement(shape, bounds, rank))
+
+
+# ---------------------------------------------------------------------- what a record can do
+def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedRecord:
+    """Copies and casts: done to the rows."""
+    record = cast("ShardedRecord", args[0])
+    local = func(record.to_local(), *args[1:], **kwargs)
+    return ShardedRecord(local, record.placement)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """New memory; a record where the shape is the record's."""
+    record = cast("ShardedRecord", args[0])
+    local, place = record.to_local(), record.placement
+    if len(args) > 1 and tuple(args[1]) != place.shape:
+        return func(local, *args[1:], **kwargs)
+    return ShardedRecord(func(local, *([local.shape] if len(args) > 1 else []), **kwargs), place)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``record.copy_(other record of the same rows)``, or ``record.copy_(whole tensor)``."""
+    target, source = args[:2]
+    if not isinstance(target, ShardedRecord):
+        raise CheckpointError("a plain tensor cannot take in a sharded record",
+                              remedy="Copy record.full_tensor(), or record.to_local().")
+    place = target.placement
+    if isinstance(source, ShardedRecord):
+        if not source.placement.same_rows(place):
+            raise CheckpointError("the two records hold other rows", expected=place, got=source.placement,
+                                  remedy="Copy source.full_tensor() instead.")
+        rows = source.to_local()
+    else:
+        rows = place.cut(source.expand(place.shape))
+    target.to_local().copy_(rows.reshape(target.to_local().shape), *args[2:], **kwargs)
+    return target
+
+
+_aten: Any = torch.ops.aten
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    _aten.detach.default: _on_rows,
+    _aten.alias.default: _on_rows,
+    _aten.clone.default: _on_rows,
+    _aten._to_copy.default: _on_rows,
+    _aten._pin_memory.default: _on_rows,
+    _aten.new_empty.default: _like,
+    _aten.empty_like.default: _like,
+    _aten.zeros_like.default: _like,
+    _aten.copy_.default: _copy,
+}
+
+torch.serialization.add_safe_globals([rebuild_record])
