@@ -39,23 +39,27 @@ def test_blocks_are_reused_and_joined() -> None:
     assert blocks.take(300) == (0, True)
 
 
-def test_a_block_that_is_partly_without_pages_is_not_called_ready() -> None:
-    blocks = Blocks(300)
-    blocks.take(100)
-    blocks.give_back(0)
-    assert blocks.take(200) == (0, False)
-
-
-def test_the_highest_surplus_goes_first() -> None:
+def test_blocks_with_pages_are_used_before_those_without() -> None:
     blocks = Blocks(1000)
-    starts = [blocks.take(100) for _ in range(5)]
+    for _ in range(3):
+        blocks.take(100)
+    blocks.give_back(0, ready=False)
+    blocks.give_back(200)
+    assert blocks.take(50) == (200, True)
+    assert blocks.take(100) == (0, False)
+    assert blocks.take(50) == (250, True)
+
+
+def test_the_highest_surplus_goes_first_and_is_joined_with_what_has_no_pages() -> None:
+    blocks = Blocks(1000)
+    for _ in range(5):
+        blocks.take(100)
     for start in (0, 200, 400):
-        assert (start, False) in starts
         blocks.give_back(start)
-    assert blocks.surplus(150) == [(400, 600), (200, 100)]
+    assert blocks.surplus(150) == [(400, 100), (200, 100)]
     assert blocks.surplus(150) == []
+    assert blocks.take(600) == (400, False)
     assert blocks.take(100) == (0, True)
-    assert blocks.take(100) == (200, False)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40))))
@@ -74,7 +78,8 @@ def test_blocks_never_overlap_and_none_is_lost(steps: list[tuple[bool, int]]) ->
         assert blocks.used == sum(live.values())
     for start in live:
         blocks.give_back(start)
-    assert blocks.take(200) is not None
+    blocks.surplus(0)
+    assert blocks.take(200) == (0, False)
 
 
 def test_a_tensor_lies_in_the_arena_and_gives_its_place_back(arena: Arena) -> None:
@@ -109,6 +114,12 @@ def test_no_room_is_an_answer(arena: Arena) -> None:
     assert kept is not None
     assert arena.allocate(5 * _PAGE, torch.uint8) is None
     assert arena.allocate(4 * _PAGE, torch.uint8) is not None
+
+
+def test_room_in_pieces_with_and_without_pages_is_room(arena: Arena) -> None:
+    for pages in range(1, 11):
+        arena.allocate(pages * _PAGE, torch.uint8)
+    assert arena.allocate(64 * _PAGE, torch.uint8) is not None
 
 
 def test_a_thousand_buffers_leave_no_descriptor_and_no_file(arena: Arena) -> None:

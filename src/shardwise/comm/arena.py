@@ -12,6 +12,7 @@ beyond which their pages go back to the system.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -55,16 +56,25 @@ class Segment:
 class _Block:
     start: int
     length: int
-    #: how many of its bytes have pages; exact when it is 0 or ``length``, an upper bound otherwise
-    resident: int
+    #: all its pages exist
+    ready: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 class Blocks:
-    """Which bytes of an arena are free: first fit by address, neighbours joined."""
+    """Which bytes of an arena are free, by address: some with pages, which are used first, some without.
+
+    Neighbours are joined when both have pages or neither has.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self._free = [_Block(0, capacity, 0)]
+        self._free = [_Block(0, capacity, ready=False)]
         self._used: dict[int, int] = {}
+        #: free bytes that have pages
+        self.resident = 0
 
     @property
     def used(self) -> int:
@@ -73,49 +83,47 @@ class Blocks:
 
     def take(self, length: int) -> tuple[int, bool] | None:
         """The start of ``length`` bytes, and whether their pages exist; None when there is no room."""
-        index = next((at for at, block in enumerate(self._free) if block.length >= length), None)
-        if index is None:
+        fitting = [block for block in self._free if block.length >= length]
+        block = next((block for block in fitting if block.ready), fitting[0] if fitting else None)
+        if block is None:
             return None
-        block = self._free[index]
-        start, ready = block.start, block.resident == block.length
-        if block.length == length:
-            del self._free[index]
-        else:
-            block.start += length
-            block.length -= length
-            block.resident = min(block.length, max(0, block.resident - length))
+        start = block.start
+        block.start += length
+        block.length -= length
+        if not block.length:
+            self._free.remove(block)
         self._used[start] = length
-        return start, ready
+        self.resident -= length if block.ready else 0
+        return start, block.ready
 
-    def give_back(self, start: int, *, resident: bool = True) -> None:
+    def give_back(self, start: int, *, ready: bool = True) -> None:
         """Free what ``take`` gave at ``start``."""
-        length = self._used.pop(start)
-        block = _Block(start, length, length if resident else 0)
+        block = _Block(start, self._used.pop(start), ready)
+        self.resident += block.length if ready else 0
         index = bisect_left(self._free, start, key=lambda free: free.start)
         self._free.insert(index, block)
         self._join(index)
-        if index:
-            self._join(index - 1)
+        self._join(index - 1)
 
     def surplus(self, keep: int) -> list[tuple[int, int]]:
         """Free (start, length) whose pages shall go so that at most ``keep`` bytes stay; highest first."""
-        excess = sum(block.resident for block in self._free) - keep
         surplus: list[tuple[int, int]] = []
+        if self.resident <= keep:
+            return surplus
         for block in reversed(self._free):
-            if excess <= 0:
-                break
-            if block.resident:
-                excess -= block.resident
-                block.resident = 0
+            if self.resident > keep and block.ready:
+                self.resident -= block.length
+                block.ready = False
                 surplus.append((block.start, block.length))
+        for index in reversed(range(len(self._free))):
+            self._join(index)
         return surplus
 
     def _join(self, index: int) -> None:
-        if index + 1 < len(self._free):
+        if 0 <= index < len(self._free) - 1:
             block, following = self._free[index], self._free[index + 1]
-            if block.start + block.length == following.start:
+            if block.end == following.start and block.ready == following.ready:
                 block.length += following.length
-                block.resident += following.resident
                 del self._free[index + 1]
 
 
@@ -165,11 +173,14 @@ class Arena:
             self._reclaim()
             taken = self._blocks.take(length)
             if taken is None:
+                self._trim(0)  # room may be in pieces, some with pages and some without
+                taken = self._blocks.take(length)
+            if taken is None:
                 return None
             start, ready = taken
             if ready or self._populate(start, length):
                 return start
-            self._blocks.give_back(start, resident=False)
+            self._blocks.give_back(start, ready=False)
             return None
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -182,7 +193,7 @@ class Arena:
         try:
             self.segment.map.madvise(_POPULATE_WRITE, start, length)
         except OSError as error:
-            return error.errno == 22  # an older kernel: pages come at the first write
+            return error.errno == errno.EINVAL  # an older kernel: pages come at the first write
         return True
 
     def _on_death(self, start: int) -> None:
@@ -199,7 +210,10 @@ class Arena:
             return
         while self._dead:
             self._blocks.give_back(self._dead.popleft())
-        for start, length in self._blocks.surplus(self._keep):
+        self._trim(self._keep)
+
+    def _trim(self, keep: int) -> None:
+        for start, length in self._blocks.surplus(keep):
             self.segment.map.madvise(mmap.MADV_REMOVE, start, length)
 
 
