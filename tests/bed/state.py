@@ -30,7 +30,9 @@ def snapshot() -> dict[str, object]:
         "thread count": torch.get_num_threads(),
         "working directory": os.getcwd(),
     }
-    return state | {f"environment variable {name}": value for name, value in os.environ.items()}
+    # the first optimizer of a process sets variables for the compiler: torch's doing, no test's
+    return state | {f"environment variable {name}": value for name, value in os.environ.items()
+                    if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))}
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

@@ -1,0 +1,28 @@
+"""The code on the pages of the docs runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bed import ranks
+from tests.bed.pages import script_of
+
+
+@ranks(2)
+@pytest.mark.parametrize("page", ["docs/life-of-a-parameter.md"])
+def test_page_runs_on_two_ranks(rank: int, world: int, page: str) -> None:
+    script = script_of(page)
+    assert script.count("\n") > 10
+    exec(compile(script, page, "exec"), {"__name__": "page"})
+
+
+@ranks(2)
+def test_readme_example_trains(rank: int, world: int) -> None:
+    script = script_of("README.md", without=r"process_group|^from shardwise(\.wrap)? import|^model = Fully")
+    names: dict[str, Any] = {"__name__": "page"}
+    exec("from shardwise import fully_shard\nimport torch\nimport torch.distributed as dist\n"
+         "from torch import nn\n" + script, names)
+    assert float(names["loss"].detach()) > 0
+    assert all(p.grad is None for p in names["model"].parameters())
