@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of weights, batches and sample [%(default)s]")
     add("--text", type=Path, metavar="DIR", help="learn from the .py files here [the standard library]")
     add = parser.add_argument_group("model").add_argument
-    add("--context", type=_count, default=128, metavar="N", help="bytes in a sequence [%(default)s]")
+    add("--context", type=_count, default=96, metavar="N", help="bytes in a sequence [%(default)s]")
     add("--width", type=_count, default=320, metavar="N", help="numbers per position [%(default)s]")
     add("--depth", type=_count, default=8, metavar="N", help="blocks, each a unit of its own [%(default)s]")
     add("--heads", type=_count, default=5, metavar="N", help="attention heads per block [%(default)s]")

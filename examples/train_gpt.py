@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block
-from launch import Job, parse, start
+from launch import Job, parse, refuse, start
 from measure import state_bytes, unsharded_bytes
 from picture import Recorder
 from report import Run, Screen, finish
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
+import shardwise.checkpoint
 from shardwise import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -35,6 +36,7 @@ from shardwise import (
     ShardingStrategy,
     fully_shard,
 )
+from shardwise.errors import CheckpointError
 from shardwise.wrap import ModuleWrapPolicy
 
 
@@ -67,7 +69,7 @@ def train(job: Job, screen: Screen, run: Run, model: nn.Module, optimizer: torch
                 group["lr"] = learning_rate(len(run.losses), args.lr)
             loss = forward_backward(model, *job.batch(len(run.losses)), args.accumulate, run.recorder)
             run.recorder.phase("optimizer")
-            clip(model, args.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
             run.recorder.phase("end")
             run.held = state_bytes(model, optimizer)
@@ -107,13 +109,6 @@ def exchange(model: nn.Module, now: bool) -> AbstractContextManager[object]:
     return nullcontext() if now else model.no_sync()
 
 
-def clip(model: nn.Module, limit: float) -> None:
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(limit)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
-
-
 @torch.no_grad()
 def evaluate(job: Job, model: nn.Module, batches: int = 4) -> float:
     """The mean loss on files that training never sees."""
@@ -139,7 +134,10 @@ def save(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, losses: l
 
 
 def resume(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    extra = shardwise.checkpoint.load(job.args.out / "checkpoint", model, optimizer)
+    try:
+        extra = shardwise.checkpoint.load(job.args.out / "checkpoint", model, optimizer)
+    except CheckpointError as error:  # raised on all ranks alike
+        refuse(str(error))
     job.check(extra["losses"], extra["settings"])
     return extra["losses"]
 
@@ -189,7 +187,7 @@ def main() -> int:
     sharded = run_sharded(job, screen)
     unsharded = run_unsharded(job, screen) if job.args.reference and not job.stopped else None
     if job.stopped:
-        screen.say(f"stopped after step {len(sharded.losses)}; go on with --resume")
+        screen.say(f"stopped; the checkpoint is at step {len(sharded.losses)}, --resume goes on from there")
     else:
         finish(job, screen, sharded, unsharded, whole)
     dist.destroy_process_group()
