@@ -58,8 +58,8 @@ def fully_shard(
     """
     modules = _modules(module)
     _check(modules, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy)
-    device = _device(modules, mesh)
     pair = groups_of_mesh(mesh, hybrid=True) if mesh is not None else (default_group(), None)
+    device = _device(modules, mesh)
     shard, replicate = transports(pair, device)
     unit = build_unit(modules, Choices(
         groups=Groups(shard, replicate),
@@ -80,7 +80,8 @@ def fully_shard(
 
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     if kind not in _CLASSES:
-        _CLASSES[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+        _CLASSES[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind),
+                              {"__module__": kind.__module__, "_unsharded": kind})
     return _CLASSES[kind]
 
 
@@ -107,10 +108,13 @@ def _check(modules: Sequence[nn.Module], reshard: Any, placement: Any, mp_policy
                 expected="a module that defines forward", got=type(module).__name__,
                 remedy="Apply fully_shard to the container's children, or pass them as a list.",
             )
-    for one in modules:
-        if any(one is not other and one in set(other.modules()) for other in modules):
-            raise ConfigurationError("a module of the list contains another one of the list",
-                                     got=type(one).__name__, remedy="List only modules side by side.")
+    for outer in modules:
+        inner = next((one for one in modules if one is not outer and one in set(outer.modules())), None)
+        if inner is not None:
+            raise ConfigurationError(
+                "a module of the list contains another one of the list", remedy="List only modules side by side.",
+                got=f"{type(inner).__name__} inside {type(outer).__name__}",
+            )
     _check_types(reshard, placement, mp_policy, offload)
 
 

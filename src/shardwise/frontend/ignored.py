@@ -19,7 +19,10 @@ def ignored_by_states(
     ignored_states: Iterable[Any] | None,
     is_wrapper: type[nn.Module],
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The ignored modules (with all below them) and parameters. Checks the wrapper's two arguments."""
+    """The ignored modules (with all below them), and the parameters ignored by themselves.
+
+    Checks the wrapper's two arguments.
+    """
     if ignored_modules is not None and ignored_states is not None:
         raise ConfigurationError(
             "ignored_modules and ignored_states exclude each other", expected="one of them", got="both",
@@ -49,4 +52,4 @@ def ignored_by_states(
             warnings.warn("shardwise: the ignored module is the one being sharded: nothing is left",
                           stacklevel=3)
     ignored = {below for module in modules if not isinstance(module, is_wrapper) for below in module.modules()}
-    return ignored, {p for m in ignored for p in m.parameters(recurse=False)} | set(parameters)
+    return ignored, set(parameters)
