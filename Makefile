@@ -36,7 +36,7 @@ need = $(VENV)/.stamp-$(1)
 endif
 
 demo: $(call need,demo)  ## train a small GPT, sharded, beside its unsharded reference
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py --reference $(ARGS)
+	$(PY) examples/torchrun.py --standalone --nproc-per-node $(NPROC) examples/train_gpt.py --reference $(ARGS)
 
 test: $(call need,test)  ## run all tests (ARGS="-k name" to choose)
 	$(PY) -m pytest $(ARGS)
