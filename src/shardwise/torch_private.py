@@ -24,6 +24,7 @@ __all__ = [
     "in_backward",
     "is_persistent_buffer",
     "load_hook_count",
+    "made_after",
     "mark_foreach_supported",
     "no_torch_function",
     "queue_after_backward",
@@ -66,6 +67,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
     After an in-place change of a view autograd goes through its base, so a hook must sit there.
     """
     return tensor._base if tensor._is_view() else None
+
+
+def made_after(node: Any, other: Any) -> bool:
+    """Was the graph node ``node`` made later than ``other``? (Nodes have no public number.)"""
+    return node._sequence_nr() > other._sequence_nr()
 
 
 _SWAP: bool = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None

@@ -2,4 +2,31 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from .export import iter_full_tensors
+from .loading import load
+from .records import ShardedRecord
+from .saving import save, wait
+from .state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+__all__ = [
+    "ShardedRecord",
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "iter_full_tensors",
+    "load",
+    "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+    "wait",
+]

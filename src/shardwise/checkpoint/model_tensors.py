@@ -132,13 +132,14 @@ def _flat_parameters(units: list[Unit]) -> dict[int, list[tuple[str, tuple[FlatS
 
 
 def _buffer_homes(units: list[Unit]) -> dict[int, tuple[Unit, str]]:
-    return {id(module): (unit, prefix) for unit in units for prefix, module in unit.own_modules}
+    """By the dict that a module shares with its wrapper."""
+    return {id(module._buffers): (unit, prefix) for unit in units for prefix, module in unit.own_modules}
 
 
 def _buffers(module: nn.Module, homes: dict[int, tuple[Unit, str]]
              ) -> Iterator[tuple[str, Tensor, ModelTensor]]:
     """Persistent buffers with the values that the user registered, not those cast for computation."""
-    unit, prefix = homes.get(id(module), (None, ""))
+    unit, prefix = homes.get(id(module._buffers), (None, ""))
     for name, now in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_persistent_buffer(module, name):
             exact = unit.buffers.exact(f"{prefix}.{name}" if prefix else name) if unit is not None else None

@@ -1,0 +1,125 @@
+"""What one save holds, taken while training stands still: contents, plan and text of all files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.peers import Peers
+from ..errors import CheckpointError
+from .contents import Contents, Piece, model_contents
+from .file_plan import FilePlan, PlannedFile, plan_files
+from .model_tensors import ModelTensor, model_tensors
+from .optimizer_contents import Described, OptimizerState
+from .plain_values import encode
+from .random_state import capture_random_state
+from .ranged_io import checksum
+from .safetensors_header import Entry
+from .together import together
+
+__all__ = ["STATE", "Snapshot", "take_snapshot"]
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """``plan``: all files; ``pieces``: this rank's part; ``texts``: small files of rank 0, by name."""
+
+    files: tuple[PlannedFile, ...]
+    places: dict[str, dict[str, tuple[str, int, Entry]]]  #: contents -> tensor -> file, first byte, entry
+    contents: dict[str, Contents]
+    texts: dict[str, str]
+
+    def on_host(self) -> Snapshot:
+        """The same, independent of what training does next."""
+        copies = {name: contents.on_host() for name, contents in self.contents.items()}
+        return Snapshot(self.files, self.places, copies, self.texts)
+
+    def pieces(self) -> list[tuple[Piece, str, int, Entry]]:
+        """This rank's pieces with their file, their tensor's first byte there, and its entry."""
+        return [(piece, *self.places[base][piece.name])
+                for base, contents in self.contents.items() for piece in contents.pieces]
+
+
+def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, peers: Peers, *,
+                  dtype: torch.dtype | None, max_shard_bytes: int) -> Snapshot:
+    """A collective. Raises ``CheckpointError`` on every rank if anything is wrong on one of them."""
+    contents: dict[str, Contents] = {}
+    state: dict[str, Any] = {"world_size": peers.size}
+    with together(peers, "taking the model's state"):
+        tensors = model_tensors(model)
+        contents["model"] = model_contents(tensors, dtype, peers.rank)
+    if optimizer is not None:
+        contents["optimizer"], state["optimizer"] = _optimizer(tensors, optimizer, peers)
+    contents["extra"], state["extra"], state["random"] = _extra(extra, peers)
+    with together(peers, "planning the checkpoint's files") as words:
+        plans = {base: _plan(base, one, max_shard_bytes) for base, one in contents.items()}
+        words.mine = _digest([str(entry) for one in contents.values() for entry in one.entries])
+    if len(set(words.all)) > 1:
+        raise CheckpointError("the ranks hold different models",
+                              expected="the same names, shapes and dtypes on every rank",
+                              remedy="Build the same model with the same options on every rank.")
+    texts = {plan.index[0]: plan.index[1] for plan in plans.values() if plan.index is not None}
+    texts[STATE] = json.dumps(state)
+    return Snapshot(tuple(file for plan in plans.values() for file in plan.files),
+                    {base: plan.places() for base, plan in plans.items()}, contents, texts)
+
+
+def _plan(base: str, contents: Contents, max_shard_bytes: int) -> FilePlan:
+    if base != "model" and not contents.entries:
+        return FilePlan(())
+    return plan_files(base, contents.entries, contents.aliases, max_shard_bytes)
+
+
+def _optimizer(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, peers: Peers
+               ) -> tuple[Contents, Described]:
+    """Descriptions travel only where the ranks' differ."""
+    what = "taking the optimizer's state"
+    with together(peers, what) as words:
+        held = OptimizerState(tensors, optimizer)
+        words.mine = _digest(held.described)
+    if len(set(words.all)) > 1:
+        with together(peers, what) as words:
+            words.mine = held.described
+        with together(peers, what):
+            held.merge(words.all)
+    with together(peers, what) as words:
+        contents = held.contents(peers.rank)
+    return contents, held.described
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _extra(extra: Any, peers: Peers) -> tuple[Contents, dict[str, Any], list[Any]]:
+    """What the user added, once if it is the same on all ranks, else of each rank; random states."""
+    tensors: dict[str, Tensor] = {}
+    with together(peers, "taking the extra state") as words:
+        encoded = encode(extra, "extra", tensors.__setitem__)
+        random_state = encode(capture_random_state(), "random", tensors.__setitem__)
+        facts = {name: [str(t.dtype).removeprefix("torch."), list(t.shape), _crc(t)]
+                 for name, t in tensors.items()}
+        words.mine = (encoded, facts, random_state)
+    said = words.all
+    same = all(one[:2] == said[0][:2] for one in said)
+    contents = Contents()
+    for rank, (_, others, _) in enumerate(said[:1] if same else said):
+        for name, (dtype, shape, _) in others.items():
+            mine = rank == peers.rank
+            values = tensors[name] if mine else torch.empty(0)
+            entry = Entry(f"rank{rank}.{name}", getattr(torch, dtype), tuple(shape))
+            contents.add(entry, 0, values, mine=mine)
+    by_rank = {str(rank): one[0] for rank, one in enumerate(said[:1] if same else said)}
+    return contents, {"same": same, "by_rank": by_rank}, [one[2] for one in said]
+
+
+def _crc(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return checksum(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
