@@ -1,119 +1,196 @@
 """Buffers under mixed precision: cast for computation, given back exactly for checkpoints.
 
-Each unit casts its own floating-point buffers by its own policy; others are never touched.
-The original value is kept, and a checkpoint gets it bit for bit, unless the module changed the
-buffer since the cast: then it gets the changed value in the original dtype.
+Each unit casts the floating-point buffers of its own modules by its own policy; others are never
+touched. The original is kept beside its cast, and a checkpoint gets it bit for bit, as long as
+the registered buffer is what the original casts to. A buffer that the module changed since goes
+into a checkpoint with its new value in the original dtype. What is registered in a third dtype
+is no result of the computation: it is a new original.
+
+    buffers_for_compute      which buffers leave their dtype for computation, and for which one
+    buffers_for_checkpoint   which buffers return to their original dtype
+    cast_buffers             does either
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["UnitBuffers", "buffers_for_checkpoint", "buffers_for_compute", "cast_buffers"]
+from ..torch_private import WeakIdKeyDictionary
+
+__all__ = ["CastBuffer", "UnitBuffers", "buffers_for_checkpoint", "buffers_for_compute", "cast_buffers"]
 
 
 @dataclass(eq=False)
-class _Original:
-    """A buffer as the user registered it, and the cast one that stands in for it."""
+class CastBuffer:
+    """One buffer: where it is registered, its original dtype, and the original while a cast stands in."""
 
-    module: nn.Module
+    table: dict[str, Tensor | None]  #: the ``_buffers`` of its module
     name: str
     dtype: torch.dtype
-    value: Tensor | None = None
-    cast: Tensor | None = None
-    version: int = 0
+    original: Tensor | None = None
+    cast_to: torch.dtype | None = None
 
     @property
     def now(self) -> Tensor | None:
-        return self.module._buffers.get(self.name)
+        """What is registered."""
+        return self.table.get(self.name)
 
-
-def buffers_for_compute(
-    originals: Iterable[tuple[str, _Original]], dtype: torch.dtype | None
-) -> list[tuple[_Original, torch.dtype]]:
-    """Which buffers take part in computation in another dtype than the original, and which."""
-    if dtype is None:
-        return []
-    return [(entry, dtype) for _, entry in originals if entry.dtype.is_floating_point]
-
-
-def buffers_for_checkpoint(
-    originals: Iterable[tuple[str, _Original]],
-) -> list[tuple[_Original, torch.dtype]]:
-    """Which buffers a checkpoint holds in another dtype than the present one, and which."""
-    return [(entry, entry.dtype) for _, entry in originals if entry.cast is not None]
-
-
-def cast_buffers(chosen: Sequence[tuple[_Original, torch.dtype]], device: torch.device | None = None) -> None:
-    """Register each chosen buffer in its dtype, on ``device`` (None: where it is)."""
-    for entry, dtype in chosen:
-        now = entry.now
-        if now is None or (now.dtype is dtype and device in (None, now.device)):
-            continue
+    def exact(self) -> Tensor | None:
+        """What a checkpoint should hold in place of what is registered; None: that itself."""
+        now, original = self.now, self.original
+        if now is None or original is None or now.dtype is not self.cast_to:
+            return None
         with torch.no_grad():
-            if entry.cast is None:
-                entry.value = now
-                entry.cast = now.to(device=device or now.device, dtype=dtype)
-                entry.version = entry.cast._version
-                entry.module._buffers[entry.name] = entry.cast
-            else:
-                entry.module._buffers[entry.name] = _given_back(entry, now, dtype)
-                entry.cast = entry.value = None
+            fresh = original.to(device=now.device, dtype=now.dtype)
+            return original if _same_bits(fresh, now) else now.to(self.dtype)
 
 
-def _given_back(entry: _Original, now: Tensor, dtype: torch.dtype) -> Tensor:
-    """The original value, or the changed one in the original dtype."""
-    untouched = now is entry.cast and now._version == entry.version and entry.value is not None
-    if untouched and entry.value is not None:
-        return entry.value
-    changed = now.to(dtype)
-    if entry.value is not None and entry.value.shape == changed.shape:
-        entry.value.copy_(changed)  # the tensor that the user registered stays the registered one
-        return entry.value
-    return changed
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+# original -> {dtype: (its cast, the original's version then)}: a tensor registered twice stays one
+_CASTS: Any = WeakIdKeyDictionary()
+
+
+@dataclass(eq=False)
+class _ModuleBuffers:
+    """The buffers of one module; the first unit that takes the module in decides on their dtype."""
+
+    table: dict[str, Tensor | None]
+    dtype: torch.dtype | None
+    owner: weakref.ref[UnitBuffers]
+    noted: dict[str, CastBuffer] = field(default_factory=dict[str, CastBuffer])
+
+    def note(self) -> None:
+        """Take in what is registered; the dtype of what is not cast is the original one."""
+        for name, now in self.table.items():
+            if now is not None and now.is_floating_point():
+                entry = self.noted.get(name)
+                if entry is None:
+                    self.noted[name] = CastBuffer(self.table, name, now.dtype)
+                elif entry.original is None:
+                    entry.dtype = now.dtype
+
+
+_MODULES: weakref.WeakKeyDictionary[nn.Module, _ModuleBuffers] = weakref.WeakKeyDictionary()
 
 
 class UnitBuffers:
-    """The buffers of one unit's own modules."""
+    """The buffers of one unit's own modules, by their names below the unit."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[str, _Original]] = []
-        self.dtype: torch.dtype | None = None
+        self._modules: dict[str, _ModuleBuffers] = {}
+        self.suspended = False  #: they stay as they were registered (full precision)
 
     def observe(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
-        """Note the original dtype of every buffer, under its name below the unit."""
-        self.dtype = dtype
+        """Note the original dtypes, and ``dtype`` for computation (None: as registered)."""
         for prefix, module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    fqn = f"{prefix}.{name}" if prefix else name
-                    self._originals.append((fqn, _Original(module, name, buffer.dtype)))
+            known = _MODULES.get(module)
+            if known is None or known.owner() is None:
+                known = _MODULES[module] = _ModuleBuffers(module._buffers, dtype, weakref.ref(self))
+            known.note()
+            self._modules[prefix] = known
+
+    @property
+    def original_dtypes(self) -> dict[str, torch.dtype]:
+        """The original dtype of each floating-point buffer."""
+        return {f"{prefix}.{name}" if prefix else name: entry.dtype
+                for prefix, module in self._modules.items() for name, entry in module.noted.items()}
 
     @property
     def is_cast(self) -> bool:
-        """Does any buffer stand in for an original of another dtype now?"""
-        return any(entry.cast is not None for _, entry in self._originals)
+        """Does a cast stand in for any buffer now?"""
+        return any(entry.original is not None for entry in self.entries())
+
+    def entries(self) -> Iterator[CastBuffer]:
+        """Every floating-point buffer noted so far."""
+        for module in self._modules.values():
+            yield from module.noted.values()
+
+    def to_cast(self) -> Iterator[tuple[CastBuffer, torch.dtype]]:
+        """Buffers whose dtype is not the one for computation, with that one."""
+        if self.suspended:
+            return
+        for module in self._modules.values():
+            if module.dtype is None or not module.table:
+                continue
+            module.note()
+            for entry in module.noted.values():
+                now = entry.now
+                if now is not None and now.is_floating_point() and now.dtype is not module.dtype:
+                    yield entry, module.dtype
 
     def for_compute(self) -> None:
-        """Cast what the policy names."""
-        if self.dtype is not None:
-            cast_buffers(buffers_for_compute(self._originals, self.dtype))
+        """Cast what the policy names. Safe to call again."""
+        cast_buffers(buffers_for_compute([self]))
 
     def for_checkpoint(self) -> None:
-        """Give back the original dtypes and values."""
-        if self.dtype is not None:
-            cast_buffers(buffers_for_checkpoint(self._originals))
+        """Register the originals again, with what changed since folded in. Safe to call again."""
+        cast_buffers(buffers_for_checkpoint([self]))
 
     def exact(self, fqn: str) -> Tensor | None:
-        """The value of buffer ``fqn`` (below the unit) that a checkpoint should hold, if cast now."""
-        for name, entry in self._originals:
-            now = entry.now
-            if name == fqn and entry.cast is not None and now is not None:
-                if now is entry.cast and now._version == entry.version:
-                    return entry.value
-                return now.to(entry.dtype)
-        return None
+        """What a checkpoint should hold for buffer ``fqn``; None: what is registered."""
+        prefix, _, name = fqn.rpartition(".")
+        module = self._modules.get(prefix)
+        entry = module.noted.get(name) if module is not None else None
+        return entry.exact() if entry is not None else None
+
+
+def buffers_for_compute(units: Iterable[UnitBuffers]) -> list[tuple[CastBuffer, torch.dtype]]:
+    """Which buffers of ``units`` leave their dtype for computation, and for which one."""
+    return [chosen for unit in units for chosen in unit.to_cast()]
+
+
+def buffers_for_checkpoint(units: Iterable[UnitBuffers]) -> list[tuple[CastBuffer, torch.dtype]]:
+    """Which buffers of ``units`` return to their original dtype, and which that is."""
+    return [(entry, entry.dtype) for unit in units for entry in unit.entries() if entry.original is not None]
+
+
+def cast_buffers(
+    chosen: Sequence[tuple[CastBuffer, torch.dtype]], device: torch.device | None = None
+) -> None:
+    """Register each buffer in its dtype, on ``device`` (None: where it is)."""
+    for entry, dtype in chosen:
+        now = entry.now
+        if now is None:
+            entry.original = None
+            continue
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if entry.original is not None and dtype is entry.dtype:
+                entry.table[entry.name] = _given_back(entry, now)
+                entry.original = None
+            elif now.dtype is not dtype or device not in (None, now.device):
+                entry.dtype, entry.original, entry.cast_to = now.dtype, now, dtype
+                entry.table[entry.name] = _cast_of(now, dtype, device or now.device)
+
+
+def _cast_of(original: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    casts: dict[torch.dtype, tuple[weakref.ref[Tensor], int]] = _CASTS.setdefault(original, {})
+    reference, seen = casts.get(dtype, (None, 0))
+    known = reference() if reference is not None else None
+    version = -1 if original.is_inference() else original._version
+    if known is None or known.device != device:
+        known = original.to(device=device, dtype=dtype)
+    elif version != seen:
+        known.copy_(original)
+    casts[dtype] = (weakref.ref(known), version)
+    return known
+
+
+def _given_back(entry: CastBuffer, now: Tensor) -> Tensor:
+    """The tensor that the user registered, with the changed value in it where it changed."""
+    original, exact = entry.original, entry.exact()
+    if exact is None or original is None:
+        return now
+    if exact is original or original.shape != exact.shape or original.is_inference():
+        return exact
+    return original.copy_(exact)

@@ -7,7 +7,7 @@ Each field says its meaning, its default and the consequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -60,7 +60,12 @@ class MixedPrecision:
     ``keep_low_precision_grads``: leave ``.grad`` in ``reduce_dtype`` instead of the stored dtype.
     ``cast_forward_inputs``: each unit casts its floating-point inputs to its ``param_dtype``.
     ``cast_root_forward_inputs``: the root does so, whatever ``cast_forward_inputs`` says.
-    ``_module_classes_to_ignore``: modules of these classes keep full precision, each as its own unit.
+    ``_module_classes_to_ignore``: modules of these classes, and all below them, keep the stored dtype of
+    their parameters and buffers; their inputs are cast to it and their outputs back. An
+    ``auto_wrap_policy`` makes each a unit of its own.
+    ``accumulate_dtype``: gradients of several backward passes while unsent, as under ``no_sync`` (None:
+    fp32, or wider where the wire is).
+    ``grad_dtype``: the final ``.grad`` (None: the stored dtype, or see ``keep_low_precision_grads``).
     """
 
     param_dtype: torch.dtype | None = None
@@ -70,21 +75,26 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+    accumulate_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes of the composable front end.
 
-    ``param_dtype``, ``reduce_dtype``: as in ``MixedPrecision``. ``output_dtype``: the unit's
-    floating-point outputs are cast to it (None: left). ``cast_forward_inputs``: the unit's
-    floating-point inputs are cast to ``param_dtype``.
+    ``param_dtype``, ``reduce_dtype``, ``accumulate_dtype``, ``grad_dtype``: as in ``MixedPrecision``.
+    ``output_dtype``: the unit's floating-point outputs are cast to it (None: left).
+    ``cast_forward_inputs``: the unit's floating-point inputs are cast to ``param_dtype``.
+    Buffers are left as registered, and batch norms keep the stored dtype of their parameters.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    accumulate_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -112,11 +122,14 @@ class Precision:
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    grad: torch.dtype | None = None
     output: torch.dtype | None = None
     buffer: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     cast_inputs: bool = False
     cast_root_inputs: bool = False
+    kept_classes: tuple[type[nn.Module], ...] = ()  #: modules that keep the stored dtypes
 
     @classmethod
     def of_wrapper(cls, mp: MixedPrecision | None) -> Precision:
@@ -126,10 +139,13 @@ class Precision:
         return cls(
             param=mp.param_dtype,
             reduce=mp.reduce_dtype,
+            accumulate=mp.accumulate_dtype,
+            grad=mp.grad_dtype,
             buffer=mp.buffer_dtype,
             keep_low_precision_grads=mp.keep_low_precision_grads,
             cast_inputs=mp.cast_forward_inputs,
             cast_root_inputs=mp.cast_root_forward_inputs,
+            kept_classes=tuple(mp._module_classes_to_ignore or ()),
         )
 
     @classmethod
@@ -140,10 +156,17 @@ class Precision:
         return cls(
             param=mp.param_dtype,
             reduce=mp.reduce_dtype,
+            accumulate=mp.accumulate_dtype,
+            grad=mp.grad_dtype,
             output=mp.output_dtype,
             cast_inputs=mp.cast_forward_inputs,
             cast_root_inputs=mp.cast_forward_inputs,
+            kept_classes=(nn.modules.batchnorm._BatchNorm,),
         )
+
+    def for_kept(self) -> Precision:
+        """For parameters that keep their stored dtype in computation."""
+        return replace(self, param=None)
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter stored as ``stored`` is used."""
@@ -152,3 +175,13 @@ class Precision:
     def wire_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which its gradient travels."""
         return self.reduce if self.reduce is not None else self.compute_dtype(stored)
+
+    def accumulation_dtype(self, wire: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients for the ``wire`` are added up while unsent."""
+        return self.accumulate if self.accumulate is not None else torch.promote_types(wire, torch.float32)
+
+    def final_dtype(self, stored: torch.dtype, wire: torch.dtype) -> torch.dtype:
+        """The dtype of ``.grad``."""
+        if self.grad is not None:
+            return self.grad
+        return wire if self.keep_low_precision_grads else stored
