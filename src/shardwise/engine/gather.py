@@ -55,11 +55,15 @@ class Gather:
         moving = self._moving
         if not moving:
             return
+        if moving[0].widened and moving[0].world_size > 1:
+            for storage in moving:  # what the user sees inside a summon is what forward computes with
+                storage.fill_leaves()
+            return
         lane = self.lanes.gather
-        lane.note("gather", reads=[s.shard for s in moving], writes=[s.full for s in moving])
         with lane, torch.no_grad():
             for storage in moving:
                 storage.buffer.allocate()  # pyright: ignore[reportOptionalMemberAccess]
+            lane.note("gather", reads=[s.shard for s in moving], writes=self.buffers)
             if self.comm.size == 1:
                 for storage in moving:
                     storage.own_slot.copy_(storage.shard, non_blocking=True)
@@ -86,6 +90,7 @@ class Gather:
         if self._staging is None or self._staging.tensor.numel() != chunk * world:
             self._staging = FlatBuffer(chunk * world, torch.uint8, moving[0].full.device, moving[0].pool)
         self._staging.allocate()
+        self.lanes.gather.note("stage", writes=[self._staging])
         mine = self._staging.tensor.narrow(0, self.comm.rank * chunk, chunk)
         for storage, part in zip(moving, mine.split(sizes), strict=True):
             part.view(storage.full.dtype).copy_(storage.shard, non_blocking=True)
@@ -98,6 +103,7 @@ class Gather:
         staging = self._staging
         if staging is not None and staging.allocated:
             moving = self._moving
+            self.lanes.gather.note("spread", reads=[staging], writes=self.buffers)
             table = staging.tensor.view(self.comm.size, -1)
             sizes = [s.own_slot.numel() * s.own_slot.element_size() for s in moving]
             for storage, part in zip(moving, table.split(sizes, dim=1), strict=True):
@@ -112,7 +118,13 @@ class Gather:
         else:
             self.lanes.compute.wait(self._ready)
 
-    def free(self) -> None:
-        """Take the memory of the gathered buffers away."""
+    def note_use(self) -> None:
+        """State that compute read the gathered parameters."""
+        self.lanes.compute.note("use", reads=self.buffers)
+
+    def free(self, *, after: object = None) -> None:
+        """Take the memory away: the next gather may have it, once compute has reached ``after``."""
+        if not self.lanes.immediate:
+            self.lanes.gather.wait(after if after is not None else self.lanes.compute.mark())
         for buffer in self.buffers:
             buffer.free()

@@ -46,6 +46,7 @@ class Reduced:
     """One chunk of gradients on its way, then ready. ``used``: which targets this rank filled."""
 
     chunk: Tensor
+    source: Tensor | None  #: what is sent; held until compute has waited for the reduction
     used: list[bool]
     handle: Handle
     summed: bool = False
@@ -80,12 +81,14 @@ class Reducer:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
         lanes, shard = self._lanes, self.groups.shard
         lanes.reduce.wait(lanes.compute.mark())
-        lanes.reduce.note("reduce", reads=[full])
         with lanes.reduce, torch.no_grad():
             if shard.size == 1:
-                return Reduced(full.clone(), used, DONE)
-            chunk = torch.empty(full.numel() // shard.size, dtype=full.dtype, device=full.device)
-            return Reduced(chunk, used, shard.reduce_scatter(chunk, full, tag=tag))
+                chunk, handle = full.clone(), DONE
+            else:
+                chunk = torch.empty(full.numel() // shard.size, dtype=full.dtype, device=full.device)
+                handle = shard.reduce_scatter(chunk, full, tag=tag)
+            lanes.reduce.note("reduce", reads=[full], writes=[chunk])
+            return Reduced(chunk, full, used, handle)
 
     def finish(self, reduced: Reduced, tag: int, *, all_reduce: bool) -> None:
         """Complete the sum and divide it. Not ``final`` where replicas are left for later."""
@@ -93,17 +96,15 @@ class Reducer:
             return
         with self._lanes.reduce, torch.no_grad():
             reduced.handle.wait()
-            if self._partial is not None:
-                earlier, flags = self._partial
-                reduced.chunk.add_(earlier)
-                reduced.used = [a or b for a, b in zip(reduced.used, flags, strict=True)]
-                self._partial = None
             replicate = self.groups.replicate
+            partial = replicate is not None and replicate.size > 1 and not all_reduce
+            self._add_earlier(reduced, keep=partial)
+            self._lanes.reduce.note("combine", writes=[reduced.chunk])
+            if partial:
+                reduced.summed, reduced.final = True, False
+                reduced.mark = self._lanes.reduce.mark()
+                return
             if replicate is not None and replicate.size > 1:
-                if not all_reduce:
-                    self._partial = (reduced.chunk, reduced.used)
-                    reduced.summed, reduced.final = True, False
-                    return
                 replicate.all_reduce(reduced.chunk, tag=tag).wait()
             divisor = self._post_divisor(reduced.chunk.dtype)
             if divisor != 1.0:
@@ -113,9 +114,23 @@ class Reducer:
         reduced.mark = self._lanes.reduce.mark()
         reduced.summed = True
 
+    def _add_earlier(self, reduced: Reduced, *, keep: bool) -> None:
+        """Add what waits for the replicas to ``reduced``; ``keep``: let the sum wait, in fp32 at least."""
+        wire, total = reduced.chunk.dtype, reduced.chunk
+        if self._partial is not None:
+            earlier, flags = self._partial
+            total = earlier.add_(total)
+            reduced.used = [a or b for a, b in zip(reduced.used, flags, strict=True)]
+            self._partial = None
+        if keep:
+            self._partial = (total.to(torch.promote_types(wire, torch.float32)), reduced.used)
+        else:
+            reduced.chunk = total.to(wire)
+
     def wait(self, reduced: Reduced) -> None:
         """Make the finished chunk visible to the compute lane."""
         self._lanes.compute.wait(reduced.mark)
+        reduced.source = None
 
     def drop(self) -> None:
         """Forget partial sums."""

@@ -9,6 +9,7 @@ A unit's residency::
 A session's pass::
 
     REST ──root forward──> FORWARD ──root left──> REST ──first gradient──> BACKWARD ──end──> REST
+                           FORWARD ──first gradient──> BACKWARD ──end──> FORWARD  (a backward inside a forward)
 
 ``recover`` leads from any state back to SHARDED and REST.
 """
@@ -48,6 +49,7 @@ _MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
     (Pass.REST, Pass.BACKWARD),
     (Pass.FORWARD, Pass.BACKWARD),
     (Pass.BACKWARD, Pass.REST),
+    (Pass.BACKWARD, Pass.FORWARD),
 })
 
 

@@ -1,0 +1,82 @@
+"""Which units stay gathered: those in use, one ahead of need, and one behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..comm.lanes import Lanes
+from ..plan.lifecycle import Residency
+from .unit import Schedule, Unit
+
+__all__ = ["Residents"]
+
+
+class Residents:
+    """Gathers units, and frees those that nobody uses any longer.
+
+    On streams the memory of a freed unit goes to the next gather, which could write it while
+    compute still reads it. So a unit that is let go stays *behind*, with a mark of the compute
+    lane, until one more has joined it; then the gather lane waits for the mark. Nothing ever
+    blocks the host. This is the rate limiter: beyond the units in use, at most one is gathered
+    ahead and one waits behind, in forward and in backward.
+    """
+
+    def __init__(self, lanes: Lanes, schedule: Schedule) -> None:
+        self._lanes, self._schedule = lanes, schedule
+        self._behind: dict[Unit, Any] = {}  # in the order they were let go -> mark of compute
+        self._ahead: Unit | None = None  # gathered because it is expected next
+
+    def gather(self, unit: Unit) -> None:
+        """Begin to gather ``unit`` and the units that it borrows from."""
+        for owner in (unit, *unit.needs):
+            self._behind.pop(owner, None)  # wanted again before it was freed
+        self.drain(keep=1 if self._schedule.limit else 3)
+        for owner in (unit, *unit.needs):
+            owner.unshard()
+
+    def expect(self, unit: Unit) -> None:
+        """Gather ``unit`` ahead of need, in place of the one that was expected before."""
+        if self._ahead is not unit:
+            self.give_up()
+            self._ahead = unit
+        self.gather(unit)
+
+    def arrived(self, unit: Unit) -> None:
+        """``unit`` is in use now. If another one was expected, that one goes."""
+        if self._ahead is not None:
+            if self._ahead is not unit:
+                self.give_up()
+            self._ahead = None
+
+    def give_up(self) -> None:
+        """Nothing is expected any longer."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.uses == 0:
+            self.release(ahead)
+
+    def release(self, unit: Unit) -> None:
+        """Free gathered parameters, now or, on streams, once compute is known to be past them."""
+        if self._lanes.immediate:
+            unit.reshard()
+        elif unit.residency is not Residency.SHARDED:
+            self._behind.pop(unit, None)  # an earlier mark would be too early
+            self._behind[unit] = self._lanes.compute.mark()
+
+    def drain(self, *, keep: int) -> None:
+        """Free the units that were let go, all but the last ``keep``, behind their last use."""
+        while len(self._behind) > keep:
+            unit, mark = next(iter(self._behind.items()))
+            del self._behind[unit]
+            unit.reshard(after=mark)
+
+    def follow_user(self) -> None:
+        """Gathers from now on see what the user did to the parameters until now."""
+        if not self._lanes.immediate:
+            self._lanes.gather.wait(self._lanes.compute.mark())
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """After an exception: ``units`` were freed by other means."""
+        self._ahead = None
+        for unit in units:
+            self._behind.pop(unit, None)

@@ -1,0 +1,114 @@
+"""Watching one forward's place in the autograd graph, to know when its backward begins and ends.
+
+Gradients that reach an output begin it; those that reach the watched input end it. Autograd runs
+later nodes first, so when the node in front of the inputs runs, all later nodes have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..torch_private import base_of, made_after
+from .step import Call
+from .traverse import map_tensors, tensors_in
+
+__all__ = ["Listener", "Watched", "nodes_of", "watch", "watch_input"]
+
+
+class Listener(Protocol):
+    """What is told when the backward of a call begins and ends."""
+
+    def enter_backward(self, call: Call) -> None: ...
+    def leave_backward(self, call: Call) -> None: ...
+
+
+class Watched:
+    """The view of an input that a forward gets, and its node in the graph."""
+
+    __slots__ = ("node", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.view = tensor.view_as(tensor)
+        self.node: Any = self.view.grad_fn
+
+    @property
+    def in_front(self) -> bool:
+        """Does all of the forward come behind the node? Not if the input was changed in place."""
+        return self.view.grad_fn is self.node
+
+
+def watch_input(args: Any, kwargs: Any) -> tuple[Any, Any, Watched | None]:
+    """Put a view in place of the first input that needs a gradient: its node is ours to watch."""
+    for position, value in enumerate(args):
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                watched = Watched(value)
+                return (*args[:position], watched.view, *args[position + 1 :]), kwargs, watched
+        elif not isinstance(value, (int, float, str, bool, type(None))):
+            first = next((t for t in tensors_in(value) if t.requires_grad), None)
+            if first is not None:
+                watched = Watched(first)
+                swapped = _swapped(value, first, watched)
+                return (*args[:position], swapped, *args[position + 1 :]), kwargs, watched
+    first = next((t for t in tensors_in(kwargs) if t.requires_grad), None)
+    if first is not None:
+        watched = Watched(first)
+        return args, _swapped(kwargs, first, watched), watched
+    return args, kwargs, None
+
+
+def _swapped(value: Any, old: Tensor, new: Watched) -> Any:
+    return map_tensors(value, lambda tensor: new.view if tensor is old else tensor)
+
+
+def nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None) -> dict[Any, None]:
+    """The nodes through which gradients enter: of outputs, of their bases, and of what was left behind."""
+    nodes: dict[Any, None] = {}
+    for tensor in (output,) if isinstance(output, Tensor) else _tensors(output):
+        if tensor.grad_fn is not None:
+            nodes[tensor.grad_fn] = None
+            base = base_of(tensor)  # an in-place change of a view reroutes autograd through its base
+            if base is not None and base.grad_fn is not None and _is_new(base.grad_fn, watched):
+                nodes[base.grad_fn] = None
+    for tensor in left_behind:
+        if _is_new(tensor.grad_fn, watched):
+            nodes[tensor.grad_fn] = None
+    return nodes
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Also one level down in an object of a class that is no container."""
+    found = False
+    for tensor in tensors_in(output):
+        found = True
+        yield tensor
+    if not found:
+        yield from tensors_in(getattr(output, "__dict__", None))
+
+
+def _is_new(node: Any, watched: Watched | None) -> bool:
+    """Was ``node`` made by the forward that was given ``watched``?"""
+    return watched is None or made_after(node, watched.node)
+
+
+def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched | None) -> None:
+    """Tell ``listener`` when gradients reach ``nodes``, and when they reach the watched input."""
+    call.unit.outstanding += 1
+
+    def on_output(gradients: Any) -> None:
+        listener.enter_backward(call)
+
+    for node in nodes:
+        node.register_prehook(on_output)
+    if watched is None:
+        return
+    call.watched = True  # if not by the input, then by the end of the pass
+    if watched.in_front:
+
+        def on_input(gradients: Any) -> None:
+            listener.leave_backward(call)
+
+        watched.node.register_prehook(on_input)
