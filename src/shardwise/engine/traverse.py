@@ -33,8 +33,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):
-        data = change(value.data)
-        return value if data is value.data else value._replace(data=data)
+        return _map_packed(value, change)
     if isinstance(value, (list, tuple)):
         return _map_sequence(cast("list[Any] | tuple[Any, ...]", value), change)
     if isinstance(value, Mapping):
@@ -42,6 +41,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(value, change)
     return value
+
+
+def _map_packed(value: PackedSequence, change: Callable[[Tensor], Tensor]) -> PackedSequence:
+    """All but ``batch_sizes``, which kernels read on the host."""
+    changed = {
+        name: new for name in ("data", "sorted_indices", "unsorted_indices")
+        if (old := getattr(value, name)) is not None and (new := change(old)) is not old
+    }
+    return value._replace(**changed) if changed else value
 
 
 def _map_sequence(value: list[Any] | tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> Any:
