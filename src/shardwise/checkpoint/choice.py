@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from torch import nn
 
@@ -64,7 +64,7 @@ def state_dict_type(
     kind: StateDictType,
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """The same for a ``with`` block; each unit goes back to what it had."""
     before = [(state, state.settings) for state in states_below(module)]
     set_state_dict_type(module, kind, config, optim_config)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.build import owner_of
+from ..engine.build import owner_of, units_below
 from ..engine.hooks import Place, attach_state
 from ..engine.unit import Unit
 from ..errors import CheckpointError
@@ -31,7 +31,7 @@ from .matching import check_values, share_tied
 from .rows import record_of, rows_from, rows_now, write_rows
 from .wholes import wholes_for
 
-__all__ = ["UnitState", "install", "state_of"]
+__all__ = ["UnitState", "install", "is_main_rank", "state_of", "takes_snapshots"]
 
 _STATES: weakref.WeakKeyDictionary[Unit, UnitState] = weakref.WeakKeyDictionary()
 
@@ -49,6 +49,16 @@ def install(unit: Unit, kind: StateDictType, *, snapshot: bool) -> None:
 def state_of(unit: Unit) -> UnitState:
     """The part of ``unit`` in state dicts."""
     return _STATES[unit]
+
+
+def is_main_rank(model: nn.Module) -> bool:
+    """Does this rank keep what ``rank0_only`` asks for?"""
+    return all(_STATES[unit].is_main for _, unit in units_below(model))
+
+
+def takes_snapshots(model: nn.Module) -> bool:
+    """Are the state dicts of ``model`` copies, also where they could share memory?"""
+    return any(_STATES[unit].snapshot for _, unit in units_below(model))
 
 
 class UnitState:
@@ -113,11 +123,13 @@ class UnitState:
             value = value.clone() if self.snapshot else value
         if value is not None and host:
             value = value.cpu()
-        return value.requires_grad_() if requires_grad and value is not None and value.is_floating_point() else value
+        if value is not None and requires_grad and value.is_floating_point():
+            value.requires_grad_()
+        return value
 
     def _save_buffers(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
         host = self.settings.state_dict_config.offload_to_cpu
-        for name in place.module._buffers:
+        for name, _ in place.module.named_buffers(recurse=False):
             key = prefix + name
             exact = self.unit.buffers.exact(f"{place.name}.{name}" if place.name else name)
             if key in destination and is_persistent_buffer(place.module, name):
@@ -159,35 +171,37 @@ class UnitState:
         """Write the values of one module, and leave torch an entry that fits."""
         touched: set[FlatStorage] = set()
         for showing in place.showings:
-            key, storage, index = prefix + showing.name, showing.storage, showing.index
-            if key in state and not storage.widened:
-                write_rows(storage, index, rows_from(storage, index, state[key], key, local=self._local))
+            key, storage = prefix + showing.name, showing.storage
+            if key in state:
+                state[key] = self._load_one(storage, showing.index, state[key], key)
                 touched.add(storage)
-                state[key] = storage.parameters[index]
-            elif key in state:
-                state[key] = value = _whole(state[key])
-                if storage.hidden:
-                    with torch.no_grad():
-                        storage.parameters[index].copy_(value)
             if storage.hidden and state.pop(key, None) is None:
                 missing.append(key)
         for unit in (self.unit, *self.unit.needs):
             if unit.uses == 0 and touched.intersection(unit.storages):
                 unit.reshard()  # what is gathered is out of date
-        if place.module._buffers and self.unit.buffers.is_cast:
+        if self.unit.buffers.is_cast:
             self.unit.buffers.for_checkpoint()
             self._cast = True
+
+    def _load_one(self, storage: FlatStorage, index: int, value: Any, key: str) -> Any:
+        """Write one value; what torch should find in its place."""
+        parameter = storage.parameters[index]
+        if not storage.widened:
+            write_rows(storage, index, rows_from(storage, index, value, key, local=self._local))
+            return parameter
+        gather = getattr(value, "full_tensor", None)
+        whole = value if gather is None else gather()
+        if storage.whole and storage.hidden:
+            with torch.no_grad():
+                parameter.copy_(whole)
+        return whole if storage.whole else parameter  # the first rank's edit reaches the others
 
     def loaded(self, place: Place) -> None:
         """Cast the buffers again if they were."""
         if self._cast:
             self._cast = False
             self.unit.buffers.for_compute()
-
-
-def _whole(value: Any) -> Any:
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
 
 
 def _put_first(destination: dict[str, Any], prefix: str, parameters: dict[str, Any]) -> None:

@@ -97,7 +97,9 @@ class ShardedRecord(torch.Tensor):
     __torch_function__ = no_torch_function
 
     @staticmethod
-    def __new__(cls, local: Tensor, placement: Placement, requires_grad: bool = False) -> ShardedRecord:
+    def __new__(
+        cls: type[ShardedRecord], local: Tensor, placement: Placement, requires_grad: bool = False
+    ) -> ShardedRecord:
         record = bare_tensor(cls, local, placement.shape, requires_grad)
         record._local, record._placement = local, placement
         return record

@@ -28,7 +28,7 @@ def placement_of(storage: FlatStorage, index: int) -> Placement:
 
 def rows_now(storage: FlatStorage, index: int) -> Tensor:
     """This rank's rows of parameter ``index``; memory shared with the parameter. 1-D for a 0-d one."""
-    if storage.widened:
+    if storage.widened and storage.whole:
         return placement_of(storage, index).cut(storage.parameters[index].detach())
     rows = local_rows(storage, index)
     return rows if storage.layout.parameters[index].shape else rows.reshape(-1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..storage.flat_storage import FlatStorage
 from ..torch_private import WeakIdKeyDictionary
 from .rows import rows_now
@@ -31,12 +32,18 @@ class Wholes:
         self._made: dict[tuple[FlatStorage, int], weakref.ref[Tensor] | None] = {}
 
     @torch.no_grad()
-    def get(self, storage: FlatStorage, index: int, *, unit_at_once: bool, host: bool, keep: bool) -> Tensor | None:
-        """Parameter ``index``, on the host if ``host``; None if not to ``keep``, but a collective all the same."""
+    def get(
+        self, storage: FlatStorage, index: int, *, unit_at_once: bool, host: bool, keep: bool
+    ) -> Tensor | None:
+        """Parameter ``index``, on the host if ``host``; None if not to ``keep``; a collective in any case."""
         key = (storage, index)
         if key in self._made:
             made = self._made[key]
             return made() if made is not None else None
+        if storage.widened and not storage.whole:
+            self._require_absent(storage, keep=keep)
+            self._made[key] = None
+            return None
         whole = self._gather(storage, index, unit_at_once)
         if not keep:
             self._made[key] = None
@@ -45,6 +52,14 @@ class Wholes:
             whole = whole.cpu()
         self._made[key] = weakref.ref(whole)
         return whole
+
+    @staticmethod
+    def _require_absent(storage: FlatStorage, *, keep: bool) -> None:
+        if keep:
+            raise CheckpointError(
+                "inside summon_full_params(rank0_only=True) only the first rank can give a full state dict",
+                unit=storage.unit, rank=storage.rank,
+                remedy="Use FullStateDictConfig(rank0_only=True), or summon on all ranks.")
 
     def _gather(self, storage: FlatStorage, index: int, unit_at_once: bool) -> Tensor:
         if storage.widened:
