@@ -52,7 +52,7 @@ def test_defaults_of_both_options() -> None:
         ({"param_dtype": BF16, "accumulate_dtype": BF16}, FP32, (BF16, BF16, BF16, FP32)),
     ],
 )
-def test_C18_four_gradient_dtypes(given: dict[str, Any], stored: torch.dtype, dtypes: tuple[Any, ...]) -> None:
+def test_C18_four_gradient_dtypes(given: dict[str, Any], stored: torch.dtype, dtypes: Any) -> None:
     for precision in (Precision.of_wrapper(MixedPrecision(**given)),
                       Precision.of_policy(MixedPrecisionPolicy(**given))):
         wire = precision.wire_dtype(stored)
@@ -81,7 +81,8 @@ def test_U31_kept_modules_are_those_of_a_class_and_all_below() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.ModuleList([nn.LayerNorm(2)]))
     modules = list(model.modules())
     assert kept_modules(modules, Precision(param=BF16, kept_classes=(nn.BatchNorm1d,))) == {model[1][0]}
-    assert kept_modules(modules, Precision(param=BF16, kept_classes=(nn.ModuleList,))) == {model[2], model[2][0]}
+    lists = Precision(param=BF16, kept_classes=(nn.ModuleList,))
+    assert kept_modules(modules, lists) == {model[2], model[2][0]}
     assert kept_modules(modules, Precision(param=BF16)) == set()
     assert kept_modules(modules, Precision(reduce=BF16, kept_classes=(nn.LayerNorm,))) == set()
     assert kept_modules(modules, Precision(buffer=BF16, kept_classes=(nn.LayerNorm,))) == {model[2][0]}
@@ -150,7 +151,8 @@ def test_gradients_of_cast_inputs_come_back_in_their_dtype() -> None:
 
 def test_U31_inputs_of_a_kept_module_in_its_own_dtype() -> None:
     norm = nn.LayerNorm(2)
-    (x, k), kwargs, given = cast_up(norm, (torch.ones(1, 2, dtype=BF16), torch.tensor(3)), {"y": torch.ones(2)})
+    args = (torch.ones(1, 2, dtype=BF16), torch.tensor(3))
+    (x, k), kwargs, given = cast_up(norm, args, {"y": torch.ones(2)})
     assert (x.dtype, k.dtype, kwargs["y"].dtype, given) == (FP32, torch.int64, FP32, BF16)
     assert cast_up(norm, (torch.ones(1, 2),), {})[2] is None
     assert cast_up(norm.double(), (torch.ones(1, 2),), {})[2] is FP32
