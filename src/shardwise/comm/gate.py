@@ -74,7 +74,9 @@ class Gate:
             self._own[word] = value
         self.cross(call)
         rows = [block[place : place + _WORDS + 2].tolist() for block in self._blocks]
-        require_agreement([Call(*row[:_WORDS]) for row in rows], self._members, self.describe_tag)
+        mine = list(call)
+        if any(row[:_WORDS] != mine for row in rows):
+            require_agreement([Call(*row[:_WORDS]) for row in rows], self._members, self.describe_tag)
         return [Sources(*row[_WORDS:]) for row in rows]
 
     def cross(self, call: Call) -> None:

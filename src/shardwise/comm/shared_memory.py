@@ -16,8 +16,7 @@ computation that it is meant to overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,6 +72,7 @@ class SharedMemoryCollectives(Collectives):
         self._segments = [peer.segment for peer in peers]
         self._gate = Gate(self.rank, peers, timeout_s)
         self._shut = weakref.finalize(self, self._gate.shut, "it was closed")
+        self._attendance = _Attendance(self._gate, self)
         # Own part first, then the next ranks, so that not all ranks read from one at a time.
         self._turns = [(self.rank + step) % self.size for step in range(self.size)]
 
@@ -91,11 +91,11 @@ class SharedMemoryCollectives(Collectives):
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         call = gather_call(out, shard, self.size, tag)
-        with self._attending():
+        with self._attendance:
             opened = self._lay_open(shard)
             sources = self._gate.meet(call, Sources(self._offset(opened)))
             if call.numel:
-                slots = out.view(self.size, call.numel)
+                slots = out.view(self.size, call.numel).unbind()
                 if slots[self.rank].data_ptr() != shard.data_ptr():
                     slots[self.rank].copy_(shard.view(-1))
                 for place in self._turns[1:]:
@@ -107,7 +107,7 @@ class SharedMemoryCollectives(Collectives):
         call = scatter_call(out, full, self.size, tag)
         require_reducible("reduce_scatter", full)
         begin, end = self.rank * call.numel, (self.rank + 1) * call.numel
-        with self._attending():
+        with self._attendance:
             opened = self._lay_open(full, (begin, end))
             sources = self._gate.meet(call, Sources(self._offset(opened)))
             if call.numel:
@@ -122,7 +122,7 @@ class SharedMemoryCollectives(Collectives):
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, _VARIANT[reduction])
-        with self._attending():
+        with self._attendance:
             if call.numel * tensor.itemsize <= _WHOLE:
                 self._combine_whole(call, tensor, _COMBINE[reduction])
             else:
@@ -132,7 +132,7 @@ class SharedMemoryCollectives(Collectives):
 
     def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
-        with self._attending():
+        with self._attendance:
             opened = self._lay_open(tensor) if self.rank == source else None
             sources = self._gate.meet(call, Sources(self._offset(opened)))
             if call.numel and self.rank != source:
@@ -141,7 +141,7 @@ class SharedMemoryCollectives(Collectives):
         return DONE
 
     def barrier(self) -> None:
-        with self._attending():
+        with self._attendance:
             self._gate.meet(Call(Kind.BARRIER))
 
     def close(self) -> None:
@@ -173,18 +173,6 @@ class SharedMemoryCollectives(Collectives):
             if end > begin:
                 flat[begin:end].copy_(self._read(place, sources[place].scratch, end - begin, tensor.dtype))
 
-    @contextmanager
-    def _attending(self) -> Generator[None]:
-        """Whoever fails in the middle leaves the group, so that no peer waits for it."""
-        self._gate.describe_tag = self.describe_tag
-        try:
-            yield
-        except DivergenceError:
-            raise  # all ranks have it at the same place, and may go on
-        except BaseException as error:
-            self._gate.shut(f"rank {self.members[self.rank]} failed: {error or type(error).__name__}")
-            raise
-
     def _lay_open(self, tensor: Tensor, private: tuple[int, int] = (0, 0)) -> Tensor | None:
         """The tensor itself where peers can read it, or a copy; they do not need the range ``private``."""
         return tensor if self._arena.offset_of(tensor) is not None else self._staged(tensor, private)
@@ -212,6 +200,22 @@ class SharedMemoryCollectives(Collectives):
 
     def _read(self, place: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         return self._segments[place].tensor(offset, numel, dtype)
+
+
+class _Attendance:
+    """Around a collective: whoever fails in the middle leaves the group, so that no peer waits for it."""
+
+    def __init__(self, gate: Gate, owner: SharedMemoryCollectives) -> None:
+        self._gate, self._owner = gate, weakref.ref(owner)
+
+    def __enter__(self) -> None:
+        owner = self._owner()
+        self._gate.describe_tag = owner.describe_tag if owner else None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # All ranks have a divergence at the same place, and may go on.
+        if kind is not None and not issubclass(kind, DivergenceError):
+            self._gate.shut(f"it failed with {error or kind.__name__}")
 
 
 def _offer(arena: Arena | None) -> Offer:
