@@ -164,13 +164,16 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper and the wrapped module under one name, then everything below."""
+        """The wrapper and the wrapped module under one name, then everything below.
+
+        Where duplicates stay, only the wrapped module: both register the same parameters.
+        """
         memo = set() if memo is None else memo
         if self in memo:
             return
         if remove_duplicate:
             memo.add(self)
-        yield prefix, self
+            yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def train(self, mode: bool = True) -> FullyShardedDataParallel:

@@ -23,39 +23,51 @@ __all__ = ["BufferPool", "FlatBuffer"]
 
 
 class BufferPool:
-    """Memory given back by buffers, by size; at most ``keep`` pieces of a size are kept."""
+    """Memory given back by buffers, for the next one of the same size.
+
+    At most ``keep`` times the largest piece is kept, however many sizes there are; what was
+    given back longest ago goes first.
+    """
 
     def __init__(self, keep: int = 2) -> None:
         self.keep = keep
+        self.nbytes = 0  #: bytes kept for reuse
+        # by size; the size that was given back last comes last
         self._free: dict[tuple[torch.device, int], list[torch.UntypedStorage]] = {}
 
     def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give the empty ``storage`` ``nbytes`` of uninitialised memory."""
-        pieces = self._free.get((storage.device, nbytes))
-        if pieces:
-            swap_storage(storage, pieces.pop())
+        if (storage.device, nbytes) in self._free:
+            swap_storage(storage, self._pop((storage.device, nbytes)))
         else:
             storage.resize_(nbytes)
 
     def give(self, storage: torch.UntypedStorage) -> None:
         """Take the memory of ``storage``, which is empty afterwards."""
-        if storage.device.type == "cpu":
-            pieces = self._free.setdefault((storage.device, storage.nbytes()), [])
-            if len(pieces) < self.keep:
-                piece = torch.UntypedStorage(0, device=storage.device)
-                if swap_storage(storage, piece):
-                    pieces.append(piece)
-                    return
-        storage.resize_(0)
+        nbytes = storage.nbytes()
+        piece = torch.UntypedStorage(0, device=storage.device)
+        if storage.device.type != "cpu" or not swap_storage(storage, piece):
+            storage.resize_(0)
+            return
+        key = (storage.device, nbytes)
+        self._free[key] = [*self._free.pop(key, ()), piece]
+        self.nbytes += nbytes
+        while self.nbytes > self.keep * nbytes:
+            if self.nbytes <= self.keep * max(size for _, size in self._free):
+                break
+            self._pop(next(iter(self._free)))
+
+    def _pop(self, key: tuple[torch.device, int]) -> torch.UntypedStorage:
+        pieces = self._free[key]
+        if len(pieces) == 1:
+            del self._free[key]
+        self.nbytes -= key[1]
+        return pieces.pop()
 
     def clear(self) -> None:
         """Return all kept memory to the system."""
         self._free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept for reuse."""
-        return sum(size * len(pieces) for (_, size), pieces in self._free.items())
+        self.nbytes = 0
 
 
 class FlatBuffer:
