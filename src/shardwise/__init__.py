@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from .frontend.clip import clip_grad_norm, clip_grad_value
+from .frontend.communication import share_comm_ctx
 from .frontend.composable import fully_shard
 from .frontend.full_precision import full_precision
 from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.report import memory_of, observe, plan_of
+from .frontend.scaler import ShardedGradScaler
+from .frontend.summon import iter_units_full, summon_full_params
+from .frontend.whole import register_fsdp_forward_method
 from .frontend.wrapper import FullyShardedDataParallel
 from .plan.options import (
     BackwardPrefetch,
@@ -49,6 +53,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -65,3 +70,6 @@ __all__ = [
     "observe",
     "plan_of",
 ]
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "summon_full_params",

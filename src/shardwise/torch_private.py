@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "AgreeingGradScaler",
     "WeakIdKeyDictionary",
     "allow_gradient_dtype",
     "base_of",
@@ -169,3 +170,20 @@ def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requir
 
 #: a class with this ``__torch_function__`` sees operations once, in ``__torch_dispatch__``
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """``GradScaler`` with a say in which infinities were found, which it has no public method for.
+
+    It takes fp16 gradients too: where a gradient is kept in the dtype of the wire, it is meant to be.
+    """
+
+    def agree(self, found: dict[torch.device, Tensor], device: torch.device) -> None:
+        """Change ``found``: for each device of gradients a number that is positive after an infinity."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        self.agree(found, inv_scale.device)
+        return found

@@ -225,7 +225,12 @@ def _offer(arena: Arena | None) -> Offer:
     except (OSError, ValueError) as error:
         return Offer(None, -1, str(error) or type(error).__name__)
     control = arena.reserve(CONTROL_BYTES)
-    return Offer(arena, -1, "no shared memory left") if control is None else Offer(arena, control)
+    if control is None:
+        return Offer(arena, -1, "no shared memory left")
+    words = arena.segment.words(control, CONTROL_BYTES // 8)
+    for place in range(len(words)):  # the memory may have held a tensor
+        words[place] = 0
+    return Offer(arena, control)
 
 
 def _combine(out: Tensor, parts: Sequence[Tensor], operation: Callable[..., Tensor]) -> None:

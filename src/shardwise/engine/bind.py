@@ -42,12 +42,26 @@ def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
             if source is None:
                 source = converted[form] = chunk.to(dtype=form[0], device=form[1])
             gradient = kind.mark(source.as_strided(seen.size, seen.stride, binding.offset))
-            chosen.append((binding, run_gradient_hooks(seen.parameter, gradient)))
+            chosen.append((binding, _hooked(binding, gradient, kind)))
         with without_torch_function():
             for binding, gradient in chosen:
                 _give(binding, gradient)
         for binding, _ in chosen:
             run_post_accumulate_hooks(binding.seen.parameter)
+
+
+def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
+    """What the user's hooks make of ``gradient``; it is this rank's part of a whole all the same."""
+    changed = run_gradient_hooks(binding.seen.parameter, gradient)
+    if changed is gradient:
+        return gradient
+    if changed.shape != gradient.shape:
+        raise WritebackError(
+            "a hook on a parameter gave back a gradient of another shape", fqn=binding.seen.fqn,
+            unit=binding.storage.unit, rank=binding.storage.rank, expected=tuple(gradient.shape),
+            got=tuple(changed.shape), remedy="A hook gets, and gives, the reduced gradient of this rank's rows.",
+        )
+    return kind.mark(changed.detach())
 
 
 def _give(binding: Binding, gradient: Tensor) -> None:

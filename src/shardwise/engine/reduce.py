@@ -2,6 +2,9 @@
 
     reduce-scatter in the shard group  ->  all-reduce over replicas  ->  division
 
+A communication hook of the user's takes the place of the first step and of its share of the
+division; where nothing is sharded, of the second.
+
 Sums are divided after adding, where fp16 could overflow partly before (as large a power of
 two as balances both).
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +21,26 @@ from torch import Tensor
 from ..comm.collectives import DONE, Collectives, Handle
 from ..comm.lanes import Lanes
 
-__all__ = ["Groups", "Reduced", "Reducer"]
+__all__ = ["CommHook", "Groups", "Reduced", "Reducer", "balanced_divisor"]
+
+
+def balanced_divisor(world: int) -> float:
+    """The power of two next to the root of ``world``: as much is divided before a sum as after it."""
+    factor = 1
+    while world % factor == 0 and world / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """``hook(state, gradient)`` where nothing is sharded, else ``hook(state, full, chunk)``.
+
+    It leaves the mean over its group in its last argument, in place or by ``.data =``.
+    """
+
+    state: object
+    hook: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -62,18 +85,19 @@ class Reducer:
         self.groups, self._lanes = groups, lanes
         self.divide_factor: float | None = None
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.comm_hook: CommHook | None = None
         self._partial: tuple[Tensor, list[bool]] | None = None
 
     def pre_divisor(self, wire: torch.dtype) -> float:
         """What gradients are divided by before the sum."""
-        if wire is not torch.float16 or self.divide_factor is not None:
+        if wire is not torch.float16 or self.divide_factor is not None or self.comm_hook is not None:
             return 1.0
-        factor, world = 1, self.groups.world_size
-        while world % factor == 0 and world / factor > factor:
-            factor *= 2
-        return float(factor)
+        return balanced_divisor(self.groups.world_size)
 
     def _post_divisor(self, wire: torch.dtype) -> float:
+        if self.comm_hook is not None:
+            replicate = self.groups.replicate
+            return float(replicate.size) if replicate is not None and self.groups.shard.size > 1 else 1.0
         total = self.divide_factor if self.divide_factor is not None else float(self.groups.world_size)
         return total / self.pre_divisor(wire)
 
@@ -86,9 +110,22 @@ class Reducer:
                 chunk, handle = full.clone(), DONE
             else:
                 chunk = torch.empty(full.numel() // shard.size, dtype=full.dtype, device=full.device)
-                handle = shard.reduce_scatter(chunk, full, tag=tag)
+                handle = self._reduce_scatter(chunk, full, tag)
             lanes.reduce.note("reduce", reads=[full], writes=[chunk])
             return Reduced(chunk, full, used, handle)
+
+    def _reduce_scatter(self, chunk: Tensor, full: Tensor, tag: int) -> Handle:
+        if self.comm_hook is None:
+            return self.groups.shard.reduce_scatter(chunk, full, tag=tag)
+        self.comm_hook.hook(self.comm_hook.state, full.detach(), chunk)
+        return DONE
+
+    def _all_reduce(self, chunk: Tensor, tag: int) -> None:
+        replicate = self.groups.replicate
+        if self.comm_hook is not None and self.groups.shard.size == 1:
+            self.comm_hook.hook(self.comm_hook.state, chunk)
+        elif replicate is not None and replicate.size > 1:
+            replicate.all_reduce(chunk, tag=tag).wait()
 
     def finish(self, reduced: Reduced, tag: int, *, all_reduce: bool) -> None:
         """Complete the sum and divide it. Not ``final`` where replicas are left for later."""
@@ -104,8 +141,7 @@ class Reducer:
                 reduced.summed, reduced.final = True, False
                 reduced.mark = self._lanes.reduce.mark()
                 return
-            if replicate is not None and replicate.size > 1:
-                replicate.all_reduce(reduced.chunk, tag=tag).wait()
+            self._all_reduce(reduced.chunk, tag)
             divisor = self._post_divisor(reduced.chunk.dtype)
             if divisor != 1.0:
                 reduced.chunk.div_(divisor)

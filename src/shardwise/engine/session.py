@@ -190,7 +190,8 @@ class Session:
             return
         call.unit.require_precision(call.precision)
         self.begin_backward()
-        self.use(call.unit)
+        if call.unit.settings.unshard_in_backward:
+            self.use(call.unit)
         call.entered = True
         self.step.entered.append(call)
         self.step.touched[call.unit] = None
@@ -210,7 +211,8 @@ class Session:
         unit = call.unit
         unit.outstanding -= 1
         unit.unwatched |= not call.watched
-        self.unuse(unit, free=unit.settings.reshard_after_backward)
+        if unit.settings.unshard_in_backward:
+            self.unuse(unit, free=unit.settings.reshard_after_backward)
         if unit.outstanding <= 0 and not unit.unwatched:
             self.send(unit)
         if self.schedule.backward is BackwardPrefetch.BACKWARD_POST:
@@ -222,7 +224,7 @@ class Session:
                 self.residents.gather(other)
         elif (before := call.before) is not None and call.unit.groups.shard.overlaps:
             comes = before not in self.step.touched if call.recomputed else before.outstanding > 0
-            if comes and before.uses == 0:
+            if comes and before.uses == 0 and before.settings.unshard_in_backward:
                 self.residents.expect(before)
 
     def send(self, unit: Unit) -> None:

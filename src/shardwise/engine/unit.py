@@ -50,6 +50,7 @@ class Settings:
     forward_prefetch: list[Unit] = field(default_factory=list["Unit"])
     backward_prefetch: list[Unit] | None = None  #: None: the order of the forward, reversed
 
+    unshard_in_backward: bool = True  #: False: backward reads none of the parameters
 
 class Unit:
     """The parameters of one or more modules, moved as one."""

@@ -12,6 +12,9 @@ from ..engine.hooks import unit_of
 from ..engine.session import Session
 from ..engine.unit import Unit
 from ..errors import LifecycleError, OptionTypeError
+from .communication import CommunicationMethods
+from .copying import copy_module, refuse_pickling
+from .whole import apply_to_whole
 
 __all__ = ["FSDPModule", "UnshardHandle", "session_at", "unit_at"]
 
@@ -42,7 +45,7 @@ class UnshardHandle:
         self._unit.wait()
 
 
-class FSDPModule:
+class FSDPModule(CommunicationMethods):
     """Methods of a module that ``fully_shard`` was applied to. Not to be instantiated."""
 
     def _units(self, recurse: bool) -> Iterator[Unit]:

@@ -33,6 +33,8 @@ from ..plan.state_options import StateDictType
 from .clip import clip_grad_norm
 from .ignored import ignored_by_states
 from .materialise import materialise, move_to_device, sync_states
+from .comm_hooks import CommHookMethods
+from .copying import copy_module, refuse_pickling
 from .module import session_at, unit_at
 from .state_methods import StateDictMethods
 from .wrapper_options import WrapperOptions, check_options, choices_of, groups_of
@@ -47,7 +49,7 @@ _SHARED = (
 )
 
 
-class FullyShardedDataParallel(StateDictMethods, nn.Module):
+class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
     """Shards ``module`` over the ranks of a process group.
 
     The arguments are those of torch's class of this name:
