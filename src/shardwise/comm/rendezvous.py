@@ -95,7 +95,7 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> list[Peer]:
             peers = [_receive(card, members[place], towards[place], kept) if place in towards else own
                      for place, card in enumerate(cards)]
             connections.close()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, CommunicationError) as error:
             problem = str(error) or type(error).__name__
         _require_success(_exchange(group, problem), members)
         kept.pop_all()
@@ -127,7 +127,8 @@ def _serve(listener: socket.socket, known: set[int], visitors: int, descriptors:
 def _receive(card: _Card, rank: int, connection: socket.socket, kept: ExitStack) -> Peer:
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
     if len(descriptors) != 2:
-        raise OSError(f"rank {rank} sent {len(descriptors)} descriptors")
+        raise CommunicationError("a peer sent no memory", rank=rank, expected="2 descriptors",
+                                 got=len(descriptors))
     memory, bell = descriptors
     kept.callback(os.close, bell)
     try:
