@@ -263,9 +263,9 @@ def _auto_wrap(module: nn.Module, options: WrapperOptions, policy: Any, ignored:
     elif ignored:
         inherited["ignored_modules"] = tuple(ignored)
     auto_wrap(
-        module, policy, lambda child, arguments: FullyShardedDataParallel(child, **arguments),
+        module, policy, lambda child, overrides: FullyShardedDataParallel(child, **(inherited | overrides)),
         ignored_modules=ignored, ignored_parameters=ignored_parameters,
-        is_unit=lambda m: unit_of(m) is not None, **inherited,
+        is_unit=lambda m: unit_of(m) is not None,
     )
 
 
