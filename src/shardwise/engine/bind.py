@@ -6,7 +6,7 @@ The bound gradients are views of one chunk to which the engine keeps no referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..errors import WritebackError
 from ..storage.global_norm import GradientKind
 from ..torch_private import (
     allow_gradient_dtype,
+    no_gradients,
     run_gradient_hooks,
     run_post_accumulate_hooks,
     without_torch_function,
@@ -26,18 +27,18 @@ __all__ = ["bind"]
 
 
 def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
-         used: Callable[[int], bool] | None = None) -> None:
-    """Give the parameters with a target that is ``used`` (None: all of them) their part of the chunk."""
+         wanted: Callable[[Sequence[int]], bool] | None = None) -> None:
+    """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk."""
     chunk = reduced.chunk
     converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
     chosen: list[tuple[Binding, Tensor]] = []
-    with torch.no_grad():
+    with no_gradients():
         for binding in collector.bindings:
-            if used is not None and not any(used(number) for number in binding.numbers):
+            if wanted is not None and not wanted(binding.numbers):
                 continue
             storage, seen = binding.storage, binding.seen
             shard = storage.shard
-            form = (chunk.dtype if storage.precision.keep_low_precision_grads else shard.dtype, shard.device)
+            form = (storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device)
             source = converted.get(form)
             if source is None:
                 source = converted[form] = chunk.to(dtype=form[0], device=form[1])
@@ -59,7 +60,7 @@ def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
         raise WritebackError(
             "a hook on a parameter gave back a gradient of another shape", fqn=binding.seen.fqn,
             unit=binding.storage.unit, rank=binding.storage.rank, expected=tuple(gradient.shape),
-            got=tuple(changed.shape), remedy="A hook gets, and gives, the reduced gradient of this rank's rows.",
+            got=tuple(changed.shape), remedy="A hook gets and gives the reduced gradient of this rank's rows.",
         )
     return kind.mark(changed.detach())
 

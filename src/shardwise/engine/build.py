@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ..comm.lanes import lanes_for
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, name_list
 from ..plan.lifecycle import Pass
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
@@ -18,14 +17,15 @@ from ..storage.faces import FlatFace, OriginalFace
 from ..storage.flat_buffer import BufferPool
 from ..storage.flat_storage import FlatStorage, Place
 from ..storage.sharded_parameter import home_of
-from .hooks import attach, hooks_of, unit_of
+from .direct import show_at_rest
+from .hooks import attach, hooks_of, keep_precision, unit_of
+from .precision import kept_modules
 from .reduce import Groups
 from .session import Session
 from .unit import Schedule, Settings, Unit
 
 __all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
 
-_OWNERS: weakref.WeakKeyDictionary[FlatStorage, Unit] = weakref.WeakKeyDictionary()
 _POOLS: dict[torch.device, BufferPool] = {}
 
 
@@ -48,7 +48,7 @@ class Choices:
 def owner_of(parameter: nn.Parameter) -> Unit | None:
     """The unit that holds ``parameter``, if shardwise manages it."""
     home = home_of(parameter)
-    return _OWNERS.get(home[0]) if home is not None else None
+    return Unit.owning(home[0]) if home is not None else None
 
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
@@ -72,10 +72,12 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         stop=elsewhere, ignored=set(choices.ignored_parameters), owner=owner_of,
     )
     _check(ownership, modules[0], choices)
+    kept = kept_modules((module for _, module in ownership.modules), choices.precision)
     storages = [
-        FlatStorage(type(modules[0]).__name__, kind, choices.groups.shard, choices.precision,
+        FlatStorage(type(modules[0]).__name__, kind, choices.groups.shard,
+                    choices.precision.for_kept() if is_kept else choices.precision,
                     Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory))
-        for kind in _kinds(ownership.owned)
+        for kind, is_kept in _kinds(ownership.owned, kept)
     ]
     face = OriginalFace() if choices.original_parameters else FlatFace()
     for storage in storages:
@@ -84,15 +86,19 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     needs = _borrow(ownership, face)
     if isinstance(face, FlatFace):
         face.register(modules[0], storages)
-    unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device),
-                choices.precision, choices.settings)
+    precision = choices.precision.for_kept() if kept.issuperset(modules) else choices.precision
+    unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device), precision,
+                choices.settings)
     unit.schedule = choices.schedule
     unit.needs = needs
     unit.own_modules = ownership.modules
-    unit.buffers.observe(ownership.modules, choices.precision.buffer)
-    for storage in storages:
-        _OWNERS[storage] = unit
+    unit.buffers.observe([(name, module) for name, module in ownership.modules if module not in kept],
+                         precision.buffer)
     attach(unit, start_session)
+    show_at_rest(unit)
+    for module in kept:
+        if choices.precision.param is not None and isinstance(module, choices.precision.kept_classes):
+            keep_precision(module)
     return unit
 
 
@@ -101,12 +107,15 @@ def pool_for(device: torch.device) -> BufferPool:
     return _POOLS.setdefault(device, BufferPool(keep=3))
 
 
-def _kinds(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """Parameters of the same stored dtype and the same ``requires_grad`` go together."""
-    kinds: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+def _kinds(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[tuple[list[OwnedParameter], bool]]:
+    """Parameters of the same stored dtype and the same ``requires_grad`` go together. Those that only
+    ``kept`` modules have (True) keep their dtype in computation, and go apart from the others."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
     for entry in owned:
-        kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
-    return list(kinds.values())
+        is_kept = all(slot.module in kept for slot in entry.slots)
+        kind = (entry.parameter.dtype, entry.parameter.requires_grad, is_kept)
+        kinds.setdefault(kind, []).append(entry)
+    return [(entries, is_kept) for (_, _, is_kept), entries in kinds.items()]
 
 
 def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:
@@ -116,8 +125,8 @@ def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:
         assert home is not None
         storage, index = home
         face.add(entry, storage, index)
-        owner = _OWNERS[storage]
-        if owner not in needs:
+        owner = Unit.owning(storage)
+        if owner is not None and owner not in needs:
             needs.append(owner)
     return needs
 
@@ -126,12 +135,12 @@ def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
     kind = type(module).__name__
     devices = {entry.parameter.device for entry in ownership.owned}
     meta = [entry.fqn for entry in ownership.owned if entry.parameter.is_meta]
-    if meta:
+    if meta and len(devices) > 1:
         raise ConfigurationError(
-            f"parameters on the meta device have no values to shard ({_list(meta)})", unit=kind,
-            expected="materialised parameters", got="meta",
-            remedy="Give param_init_fn, or a module whose classes have reset_parameters(), "
-                   "or materialise it with to_empty(device=...) and initialise it first.",
+            f"some parameters of the unit are on the meta device ({name_list(meta)}) and others are not",
+            unit=kind,
+            expected="all of them on meta, or none", got=", ".join(sorted(str(d) for d in devices)),
+            remedy="Call shardwise.materialise(module) first.",
         )
     if len(devices) > 1:
         by_device = {str(d): next(e.fqn for e in ownership.owned if e.parameter.device == d) for d in devices}
@@ -151,14 +160,9 @@ def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
         shared = [e.fqn for e in ownership.owned if any(e.parameter is p for p in ignored.parameters())]
         if shared:
             raise ConfigurationError(
-                f"a parameter is shared between the unit and an ignored module ({_list(shared)})", unit=kind,
+                f"a parameter is shared between the unit and an ignored module ({name_list(shared)})", unit=kind,
                 remedy="Ignore the parameter too, or do not ignore the module.",
             )
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # ---------------------------------------------------------------------- sessions

@@ -6,6 +6,7 @@ wire, or at least fp32 while gradients of several backward passes are added up u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from ..comm.lanes import Lanes
 from ..plan.reduction import Piece, ReductionPlan, plan_reduction
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage, Visible
-from ..torch_private import foreach_add, foreach_copy, foreach_scale
+from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradients
 
 __all__ = ["Binding", "Collector", "Target"]
 
@@ -85,6 +86,8 @@ class Collector:
         self.targets: list[Target] = []
         self.missing = 0
         self.scale = 1.0
+        self.keep = False  #: what arrives in this pass stays unsent after it
+        self.patient = False  #: backwards of other units run in between: gradients wait as they are
         self.rebuild()
 
     @property
@@ -112,9 +115,21 @@ class Collector:
                 if trained[index]:
                     pieces = self.plan.pieces[k][index] if self.plan is not None else ()
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
-        self._hooks = [t.leaf.register_post_accumulate_grad_hook(self._listener(t)) for t in self.targets]
+        self._listen()
         self.missing = len(self.targets)
         self.bindings = list(self._bindings())
+
+    def follow_leaves(self) -> None:
+        """Listen to the leaves that the storages have now; what is unsent stays."""
+        for handle in self._hooks:
+            handle.remove()
+        for target in self.targets:
+            target.leaf = target.storage.leaves[target.index]
+        self._listen()
+
+    def _listen(self) -> None:
+        self._hooks = [t.leaf.register_post_accumulate_grad_hook(self._listener(t))
+                       for t in self.targets if t.leaf.requires_grad]
 
     def _bindings(self) -> Iterator[Binding]:
         numbers = {(id(t.storage), t.index): t.number for t in self.targets}
@@ -129,28 +144,34 @@ class Collector:
                                   base if whole and base is not None else self.plan.own[k][seen.indices[0]])
 
     def _listener(self, target: Target) -> Callable[[Tensor], None]:
-        waiting, large = self._waiting, target.leaf.numel() >= self.LARGE
+        # weak: what a tensor's hooks hold is beyond the reach of Python's garbage collection
+        collector, number, large = weakref.ref(self), target.number, target.leaf.numel() >= self.LARGE
 
+        @never_traced
         def on_gradient(leaf: Tensor) -> None:
             gradient = leaf.grad
             leaf.grad = None
-            if gradient is None:
-                return
-            if not self._ready:
-                self._on_first()
-                self._ready = True
-            waiting.append((target, gradient))
-            self.missing -= 1
-            if large:
-                self._flush()
-            if self.missing == 0:
-                self._flush()
-                self._on_complete()
+            mine = collector()
+            if gradient is not None and mine is not None:
+                mine._take(number, gradient, large)
 
         return on_gradient
 
+    def _take(self, number: int, gradient: Tensor, large: bool) -> None:
+        if not self._ready:
+            self._on_first()
+            self._ready = True
+        self._waiting.append((self.targets[number], gradient))
+        self.missing -= 1
+        if large and not self.patient:
+            self._flush()
+        if self.missing == 0:
+            self._flush()
+            self._on_complete()
+
     def _flush(self) -> None:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled."""
+        self.open(keep=self.keep)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for target, gradient in self._waiting:
@@ -161,31 +182,32 @@ class Collector:
             target.filled = True
         self._lanes.compute.note("collect", reads=[g for _, g in self._waiting], writes=[self.buffer])
         self._waiting.clear()
-        with torch.no_grad():
+        with no_gradients():
+            if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
+                fresh = (fresh[0], [source * self.scale for source in fresh[1]])
+                more = (more[0], [source * self.scale for source in more[1]])
             if fresh[0]:
                 foreach_copy(*fresh)
-                if self.scale != 1.0:
-                    foreach_scale(fresh[0], self.scale)
             if more[0]:
-                if self.scale != 1.0:
-                    more = (more[0], [source * self.scale for source in more[1]])
                 foreach_add(*more)
 
     @property
     def holding(self) -> bool:
         """Are there gradients that were not sent?"""
-        return self.buffer is not None and self.buffer.allocated
+        return bool(self._waiting) or (self.buffer is not None and self.buffer.allocated)
 
     @property
     def nbytes(self) -> int:
         """Bytes held by unsent gradients."""
-        return self.buffer.nbytes if self.buffer is not None else 0
+        waiting = sum(gradient.numel() * gradient.element_size() for _, gradient in self._waiting)
+        return waiting + (self.buffer.nbytes if self.buffer is not None else 0)
 
     def open(self, *, keep: bool) -> None:
         """Make room, unless there is some. ``keep``: they will stay unsent after this backward."""
-        if self.holding or self.plan is None:
+        if self.plan is None or (self.buffer is not None and self.buffer.allocated):
             return
-        dtype = torch.promote_types(self.wire_dtype, torch.float32) if keep else self.wire_dtype
+        wire = self.wire_dtype
+        dtype = self.live[0].policy.accumulation_dtype(wire) if keep else wire
         buffer = self.buffer
         if buffer is None or buffer.tensor.dtype != dtype:
             buffer = FlatBuffer(self.plan.numel, dtype, self.live[0].compute_device, self.live[0].pool)
@@ -204,7 +226,8 @@ class Collector:
         if self._waiting:
             self._flush()
         used = [target.filled for target in self.targets]
-        with torch.no_grad():
+        with no_gradients():
+            self._lanes.compute.note("hand over", writes=[self.buffer])
             for target in self.targets:
                 if not target.filled:
                     for view in target.views:

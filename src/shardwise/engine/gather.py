@@ -17,6 +17,7 @@ from ..comm.collectives import DONE, Collectives, Handle
 from ..comm.lanes import Lanes
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage
+from ..torch_private import no_gradients
 
 __all__ = ["Gather"]
 
@@ -30,6 +31,9 @@ class Gather:
         self._staging: FlatBuffer | None = None
         self._handle: Handle = DONE
         self._ready: object = None
+        self.small: Collectives | None = None  #: after forward a part is kept, to be gathered in this group
+        self.keeping = False  #: keep such a part when the memory is freed next
+        self._kept: list[Tensor] | None = None
 
     @property
     def _moving(self) -> list[FlatStorage]:
@@ -50,6 +54,11 @@ class Gather:
         """Bytes that the gathered buffers hold now."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes kept from forward to backward."""
+        return sum(part.numel() * part.element_size() for part in self._kept or ())
+
     def start(self, tag: int) -> None:
         """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
         moving = self._moving
@@ -60,11 +69,13 @@ class Gather:
                 storage.fill_leaves()
             return
         lane = self.lanes.gather
-        with lane, torch.no_grad():
+        with lane, no_gradients():
             for storage in moving:
                 storage.buffer.allocate()  # pyright: ignore[reportOptionalMemberAccess]
-            lane.note("gather", reads=[s.shard for s in moving], writes=self.buffers)
-            if self.comm.size == 1:
+            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=self.buffers)
+            if self._kept is not None:
+                self._handle = self._start_kept(moving, tag)
+            elif self.comm.size == 1:
                 for storage in moving:
                     storage.own_slot.copy_(storage.shard, non_blocking=True)
             elif len(moving) == 1:
@@ -96,6 +107,27 @@ class Gather:
             part.view(storage.full.dtype).copy_(storage.shard, non_blocking=True)
         return self.comm.all_gather(self._staging.tensor, mine, tag=tag)
 
+    def _start_kept(self, moving: Sequence[FlatStorage], tag: int) -> Handle:
+        """From the parts that were kept after forward, in the smaller group."""
+        kept, self._kept, small = self._kept, None, self.small
+        assert kept is not None and small is not None
+        handles = [small.all_gather(storage.full, part, tag=tag)
+                   for storage, part in zip(moving, kept, strict=True)]
+        for handle in handles[:-1]:
+            handle.wait()
+        return handles[-1]
+
+    def _keep_part(self) -> None:
+        small = self.small
+        if small is not None and self._kept is None:
+            with self.lanes.gather, no_gradients():
+                self._kept = [s.full.view(small.size, -1)[small.rank].clone() for s in self._moving]
+                self.lanes.gather.note("keep", reads=self.buffers, writes=self._kept)
+
+    def forget(self) -> None:
+        """What was kept after forward is out of date, or needed no longer."""
+        self.keeping, self._kept = False, None
+
     def _complete(self) -> None:
         """Wait for the collective and spread staged bytes."""
         handle, self._handle = self._handle, DONE
@@ -113,7 +145,7 @@ class Gather:
     def finish(self) -> None:
         """Make the gathered parameters visible to the compute lane."""
         if self.lanes.immediate:
-            with torch.no_grad():
+            with no_gradients():
                 self._complete()
         else:
             self.lanes.compute.wait(self._ready)
@@ -126,5 +158,8 @@ class Gather:
         """Take the memory away: the next gather may have it, once compute has reached ``after``."""
         if not self.lanes.immediate:
             self.lanes.gather.wait(after if after is not None else self.lanes.compute.mark())
+        if self.keeping and self._moving:
+            self.keeping = False
+            self._keep_part()
         for buffer in self.buffers:
             buffer.free()

@@ -14,20 +14,38 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import LifecycleError
 from ..storage.faces import Showing
-from ..torch_private import base_of
+from ..torch_private import never_traced
+from .frames import running
 from .precision import cast_floating, cast_inputs, cast_outputs, cast_up
-from .session import Call, Session
-from .traverse import map_tensors, tensors_in
+from .session import Session
+from .side_outputs import SideOutputs
+from .step import Call
 from .unit import Unit
+from .watch import Watched, nodes_of, watch, watch_input
 
-__all__ = ["Place", "StateAdapter", "UnitHooks", "alias", "attach", "attach_state", "detach", "hooks_of",
-           "keep_precision", "unit_of"]
+__all__ = [
+    "COPYING",
+    "Place",
+    "StateAdapter",
+    "UnitHooks",
+    "alias",
+    "attach",
+    "attach_state",
+    "detach",
+    "hooks_of",
+    "keep_precision",
+    "take_hooks_off",
+    "unit_of",
+]
 
-_UNITS: weakref.WeakKeyDictionary[nn.Module, UnitHooks] = weakref.WeakKeyDictionary()
+# module -> its hooks, weakly: the module itself holds them, and they hold the module
+_UNITS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
+#: in the memo of a deepcopy that is made by ``copying``
+COPYING = id(_UNITS)
 _KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -37,7 +55,9 @@ class UnitHooks:
     def __init__(self, unit: Unit, module: nn.Module, start_session: Callable[[Unit], Session]) -> None:
         self.unit, self._start_session = unit, start_session
         self.session: Session | None = None
-        self._open: list[Tensor | None] = []  # forwards under way, each with its watched input
+        self._open: list[Watched | None] = []  # forwards under way, each with its watched input
+        self._failed = False  # the last attempt to enter a forward
+        self._side = SideOutputs(module for _, module in unit.own_modules)
         self._handles = [
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
@@ -48,6 +68,22 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        """The hooks of a copy are made by ``copy_module``, which takes these off it."""
+        if memo.get(COPYING) is None:
+            raise LifecycleError(
+                "the module inside a wrapper cannot be copied alone", unit=self.unit.name,
+                remedy="Use copy.deepcopy on the wrapper.",
+            )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LifecycleError(
+            "a sharded module cannot be pickled", unit=self.unit.name,
+            remedy="Save model.state_dict(), or inside summon_full_params pickle copy.deepcopy(model).",
+        )
+
+    @never_traced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Enter the unit; outside the graph where a compiler looks on."""
         if torch.compiler.is_compiling():
@@ -57,31 +93,48 @@ class UnitHooks:
     def _before(self, args: Any, kwargs: Any) -> Any:
         session = self.session or self._join()
         unit = self.unit
-        session.enter_forward(unit)
+        if self._open and running(unit.modules) <= len(self._open):
+            self._abandon(session)
+        self._failed, depth = True, len(session.open)
         try:
+            session.enter_forward(unit)
             if unit.precision.cast_inputs or unit is session.root:
                 args, kwargs = cast_inputs(unit, args, kwargs, is_root=unit is session.root)
             watched = None
             if torch.is_grad_enabled():
-                args, kwargs, watched = _watch_input(args, kwargs)
+                args, kwargs, watched = watch_input(args, kwargs)
         except BaseException:
-            session.leave_forward(unit)
+            if len(session.open) > depth:
+                session.leave_forward(unit)
             raise
+        self._failed = False
         self._open.append(watched)
         return args, kwargs
+
+    @staticmethod
+    def _abandon(session: Session) -> None:
+        """Forwards were left without a word (an interrupt runs no hooks)."""
+        session.recover()
+        for unit in session.units:
+            for module in unit.modules:
+                hooks = hooks_of(module)
+                if hooks is not None:
+                    hooks._open.clear()
 
     def _join(self) -> Session:
         self.session = self._start_session(self.unit)
         return self.session
 
+    @never_traced
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Leave the unit; also called when forward raised, with ``output`` None."""
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._after)(output)
-        return self._after(output)
+            return torch.compiler.disable(self._after)(args, kwargs, output)
+        return self._after(args, kwargs, output)
 
-    def _after(self, output: Any) -> Any:
-        if not self._open:
+    def _after(self, args: Any, kwargs: Any, output: Any) -> Any:
+        if self._failed or not self._open:
+            self._failed = False
             return None
         watched = self._open.pop()
         session = self.session
@@ -89,58 +142,24 @@ class UnitHooks:
         unit = self.unit
         call = session.leave_forward(unit)
         changed = cast_outputs(unit, output) if unit.precision.output is not None else output
-        if torch.is_grad_enabled() and output is not None:
-            _watch(session, call, watched, changed)
+        if torch.is_grad_enabled() and output is not None and not session.is_entered(unit):
+            left = (*self._side.in_attributes(), *self._side.in_arguments((*args, *kwargs.values())))
+            nodes = nodes_of(changed, left, watched)
+            if nodes:
+                watch(self, call, nodes, watched)
         return changed if changed is not output else None
 
+    @never_traced
+    def enter_backward(self, call: Call, gradients: Any) -> None:
+        """Gradients reached an output of ``call``. The session may be another one than in forward."""
+        assert self.session is not None
+        self.session.enter_backward(call)
 
-def _watch_input(args: Any, kwargs: Any) -> tuple[Any, Any, Tensor | None]:
-    """Put a view in place of the first input that needs a gradient: its node is ours to watch."""
-    for position, value in enumerate(args):
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                view = value.view_as(value)
-                return (*args[:position], view, *args[position + 1 :]), kwargs, view
-        elif not isinstance(value, (int, float, str, bool, type(None))):
-            first = next((t for t in tensors_in(value) if t.requires_grad), None)
-            if first is not None:
-                view = first.view_as(first)
-                swapped = map_tensors(value, lambda t, old=first, new=view: new if t is old else t)
-                return (*args[:position], swapped, *args[position + 1 :]), kwargs, view
-    first = next((t for t in tensors_in(kwargs) if t.requires_grad), None)
-    if first is not None:
-        view = first.view_as(first)
-        return args, map_tensors(kwargs, lambda t: view if t is first else t), view
-    return args, kwargs, None
-
-
-def _watch(session: Session, call: Call, watched: Tensor | None, output: Any) -> None:
-    """Listen for gradients at the outputs, and at the watched input."""
-    nodes: list[Any] = []
-    outputs = (output,) if isinstance(output, Tensor) else tensors_in(output)
-    for tensor in outputs:
-        if tensor.grad_fn is None:
-            continue
-        nodes.append(tensor.grad_fn)
-        base = base_of(tensor)  # an in-place change of a view reroutes autograd through its base
-        if base is not None and base.grad_fn is not None:
-            nodes.append(base.grad_fn)
-    if not nodes:
-        return
-    call.unit.outstanding += 1
-
-    def on_output(gradients: Any) -> None:
-        session.enter_backward(call)
-
-    for node in dict.fromkeys(nodes):
-        node.register_prehook(on_output)
-    if watched is not None and watched.grad_fn is not None:
-        call.watched = True
-
-        def on_input(gradients: Any) -> None:
-            session.leave_backward(call)
-
-        watched.grad_fn.register_prehook(on_input)
+    @never_traced
+    def leave_backward(self, call: Call, gradients: Any) -> None:
+        """Gradients reached the watched input of ``call``."""
+        assert self.session is not None
+        self.session.leave_backward(call)
 
 
 class _KeepPrecision:
@@ -171,13 +190,14 @@ def keep_precision(module: nn.Module) -> None:
 def attach(unit: Unit, start_session: Callable[[Unit], Session]) -> None:
     """Hook the modules of ``unit``. Raises ``LifecycleError`` if one belongs to a unit already."""
     for module in unit.modules:
-        if module in _UNITS:
+        known = unit_of(module)
+        if known is not None:
             raise LifecycleError(
-                "this module is a sharded unit already", unit=_UNITS[module].unit.name,
+                "this module is a sharded unit already", unit=known.name,
                 got=type(module).__name__, remedy="Shard each module once.",
             )
     for module in unit.modules:
-        _UNITS[module] = UnitHooks(unit, module, start_session)
+        _UNITS[module] = weakref.ref(UnitHooks(unit, module, start_session))
 
 
 def alias(wrapper: nn.Module, module: nn.Module) -> None:
@@ -188,20 +208,32 @@ def alias(wrapper: nn.Module, module: nn.Module) -> None:
 def detach(unit: Unit) -> None:
     """Remove all hooks of ``unit``."""
     for module in unit.modules:
-        hooks = _UNITS.pop(module, None)
+        hooks = hooks_of(module)
         if hooks is not None:
             hooks.remove()
+        _UNITS.pop(module, None)
+
+
+def take_hooks_off(module: nn.Module) -> None:
+    """Remove from a copied module what the engine had registered on the original."""
+    for table in [value for key, value in vars(module).items() if key.endswith("_hooks")]:
+        for number, hook in list((table or {}).items()):
+            function = getattr(hook, "hook", hook)  # torch keeps some hooks in a shell
+            if isinstance(getattr(function, "__self__", None), UnitHooks) or (
+                    getattr(function, "__module__", None) == __name__ and "attach" in function.__qualname__):
+                del table[number]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``module`` is (one of) the root(s) of."""
-    hooks = _UNITS.get(module)
+    hooks = hooks_of(module)
     return hooks.unit if hooks is not None else None
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:
     """The hooks of ``module``, if it is a unit's."""
-    return _UNITS.get(module)
+    known = _UNITS.get(module)
+    return known() if known is not None else None
 
 
 # ---------------------------------------------------------------------- state dicts

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..comm.collectives import DONE, Collectives, Handle
 from ..comm.lanes import Lanes
+from ..torch_private import no_gradients
 
 __all__ = ["CommHook", "Groups", "Reduced", "Reducer", "balanced_divisor"]
 
@@ -105,7 +106,7 @@ class Reducer:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
         lanes, shard = self._lanes, self.groups.shard
         lanes.reduce.wait(lanes.compute.mark())
-        with lanes.reduce, torch.no_grad():
+        with lanes.reduce, no_gradients():
             if shard.size == 1:
                 chunk, handle = full.clone(), DONE
             else:
@@ -131,7 +132,7 @@ class Reducer:
         """Complete the sum and divide it. Not ``final`` where replicas are left for later."""
         if reduced.summed:
             return
-        with self._lanes.reduce, torch.no_grad():
+        with self._lanes.reduce, no_gradients():
             reduced.handle.wait()
             replicate = self.groups.replicate
             partial = replicate is not None and replicate.size > 1 and not all_reduce

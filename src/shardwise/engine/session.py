@@ -16,7 +16,7 @@ from ..comm.lanes import Lanes
 from ..plan.lifecycle import Pass, require_move
 from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
-from ..torch_private import in_backward, queue_after_backward
+from ..torch_private import in_backward, never_traced, queue_after_backward
 from .buffers import buffers_for_compute, cast_buffers
 from .residents import Residents
 from .step import Call, Step
@@ -43,6 +43,7 @@ class Session:
         for unit in self.units:
             unit.on_first_gradient = self.begin_backward
             unit.on_all_gradients = self._completion(unit)
+            unit.collector.patient = unit is root and len(self.units) > 1
 
     def _completion(self, unit: Unit) -> Callable[[], None]:
         """Where no input tells that a unit's backward is over, its last gradient does."""
@@ -56,7 +57,7 @@ class Session:
 
     def _move(self, to: Pass) -> None:
         if self.pass_ is not to:
-            require_move(self.root.name, self.pass_, to)
+            require_move(self.root, self.pass_, to)
             self.pass_ = to
 
     # ------------------------------------------------------------------ memory
@@ -112,6 +113,7 @@ class Session:
         kept = [unit for unit in self.units if unit.gather.holds_memory] if self.step.keep_gathered else []
         for unit in self.units:
             unit.before = None
+            unit.gather.forget()
             if unit.settings.reshard_after_backward:
                 unit.reshard()
         self.residents.follow_user()
@@ -141,6 +143,7 @@ class Session:
         call = Call(unit, recomputed=recomputing)
         kept_root = unit is self.root and unit.settings.keep_as_root and torch.is_grad_enabled()
         free = (unit.settings.reshard_after_forward and not kept_root) or not torch.is_grad_enabled()
+        unit.gather.keeping = torch.is_grad_enabled() and not recomputing
         self.unuse(unit, free=free and not recomputing)
         torch.clear_autocast_cache()  # it may hold casts of leaves: memory, and stale after the next step
         if not self.open and self.pass_ is Pass.FORWARD:
@@ -241,6 +244,7 @@ class Session:
                 unit.finish_reduce()
             self.step.reduced[unit] = None
 
+    @never_traced
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, bind, free."""
         if self.pass_ is not Pass.BACKWARD:
@@ -262,6 +266,8 @@ class Session:
             if not keep and unit.settings.reshard_after_backward and unit.uses == 0:
                 self.residents.release(unit)
         self.residents.drain(keep=0)
+        for unit in self.step.touched:
+            unit.gather.forget()
         self._move(Pass.FORWARD if self.open else Pass.REST)
         self.step = Step(keep_gathered=keep)
         self._guard(keep)

@@ -10,16 +10,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.lanes import Lanes
+from ..errors import LifecycleError, name_list
 from ..plan.lifecycle import Residency, require_move
 from ..plan.options import BackwardPrefetch, Precision
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
 from ..storage.global_norm import GradientKind
-from ..storage.writeback import take_over_edits, take_over_replacements
+from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
+from ..torch_private import in_backward
 from .bind import bind
 from .buffers import UnitBuffers
 from .collect import Collector
@@ -35,7 +38,7 @@ class Schedule:
 
     backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward: bool = False  #: in the order of the last iteration
-    limit: bool = True  #: at most one unit ahead of the one in use
+    limit: bool = True  #: on streams one freed unit's memory may wait for compute; else three
 
 
 @dataclass
@@ -47,22 +50,25 @@ class Settings:
     reshard_after_backward: bool = True
     sync_gradients: bool = True  #: False: gradients stay on this rank (no_sync)
     all_reduce: bool = True  #: False: reduce in the shard group only
+    unshard_in_backward: bool = True  #: False: backward reads none of the parameters
     forward_prefetch: list[Unit] = field(default_factory=list["Unit"])
     backward_prefetch: list[Unit] | None = None  #: None: the order of the forward, reversed
 
-    unshard_in_backward: bool = True  #: False: backward reads none of the parameters
 
 class Unit:
     """The parameters of one or more modules, moved as one."""
 
     _registered: weakref.WeakKeyDictionary[Collectives, list[weakref.ref[Unit]]] = (
         weakref.WeakKeyDictionary())
+    _owners: weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
     def __init__(self, modules: Sequence[nn.Module], storages: Sequence[FlatStorage], face: OriginalFace,
                  groups: Groups, lanes: Lanes, precision: Precision, settings: Settings) -> None:
         self.modules, self.storages, self.face = list(modules), list(storages), face
         self.groups, self.lanes = groups, lanes
-        self.precision, self.settings = precision, settings
+        self.policy, self.settings = precision, settings
+        self.precision = precision  #: the policy, or no mixing at all (full precision)
+        self._owners.update({storage: weakref.ref(self) for storage in storages})
         self.fqn = ""
         self.number = self._register()
         self.schedule = Schedule()  #: counts where this unit is a root
@@ -70,6 +76,8 @@ class Unit:
         self.residency = Residency.SHARDED
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.outstanding = 0  #: forwards whose backward has not run yet
+        self.before: Unit | None = None  #: the unit whose forward ended before this one's
+        self._replan = False  #: other leaves, or other ones trained, than the collector planned for
         self.unwatched = False  #: the end of a backward was guessed: gradients wait for the end of the pass
         self.observer: Callable[[str, int], None] | None = None  #: told of gather, free, reduce; bytes
         self.own_modules: list[tuple[str, nn.Module]] = []
@@ -86,6 +94,12 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.fqn!r}, {sum(len(s.parameters) for s in self.storages)} parameters)"
 
+    @classmethod
+    def owning(cls, storage: FlatStorage) -> Unit | None:
+        """The unit that ``storage`` belongs to."""
+        found = cls._owners.get(storage)
+        return found() if found is not None else None
+
     @property
     def name(self) -> str:
         """For messages."""
@@ -99,7 +113,7 @@ class Unit:
 
         def describe(tag: int) -> str:
             unit = units[tag // 4]() if 0 <= tag // 4 < len(units) else None
-            return f"unit {unit.name!r}" if unit is not None else f"unit number {tag // 4}"
+            return unit.name if unit is not None else f"unit number {tag // 4}"
 
         for one in self.groups.nontrivial:
             one.describe_tag = describe
@@ -111,29 +125,108 @@ class Unit:
 
     def _move(self, residency: Residency) -> None:
         if self.residency is not residency:
-            require_move(self.name, self.residency, residency)
+            require_move(self, self.residency, residency)
             self.residency = residency
 
     # ------------------------------------------------------------------ parameters
-    def take_over_edits(self) -> None:
-        """Honour what the user changed at rest; replan if other parameters are trained now."""
+    def take_over_edits(self) -> bool:
+        """Honour what the user changed at rest; replan if other parameters are trained now.
+
+        True if values were copied.
+        """
         if self.face.in_use or self.residency is not Residency.SHARDED:
-            return
+            return False
+        edited = False
+        self._replan |= self.follow_off_meta()
         if self.face.strangers():
-            take_over_replacements(self.face)
+            edited = True
+            for storage in take_over_replacements(self.face):
+                owner = self.owning(storage)
+                if owner is not None and owner is not self and owner not in self.needs:
+                    self.needs.append(owner)
         for storage in self.storages:
             before = storage.leaves
-            take_over_edits(storage)
-            if (storage.follow_requires_grad() or storage.leaves is not before) and not self.collector.holding:
+            edited |= take_over_edits(storage)
+            self._replan |= storage.follow_requires_grad() or storage.leaves is not before
+        if self._replan:
+            if self.collector.holding:
+                self.collector.follow_leaves()  # what is unsent stays; replan once it has gone
+            else:
                 self.collector.rebuild()
+                self._replan = False
+        if edited:
+            self.lanes.compute.note("edit", writes=[storage.shard for storage in self.storages])
+        return edited
+
+    def follow_off_meta(self) -> bool:
+        """Take over memory that was given to parameters on the meta device; was there any?"""
+        return any([follow_off_meta(self.face, s) for s in self.storages if s.on_meta])
+
+    def leave_meta(self, device: torch.device | None) -> None:
+        """Memory for what is on the meta device, on ``device`` (None: where the unit computes)."""
+        for storage in self.storages:
+            if storage.on_meta:
+                storage.leave_meta(device or storage.compute_device)
+        self.collector.rebuild()
+
+    @property
+    def in_full_precision(self) -> bool:
+        """Is the policy suspended?"""
+        return self.buffers.suspended
+
+    def set_full_precision(self, full: bool) -> None:
+        """Compute, reduce and keep buffers in the stored dtypes, or again as the policy says. From rest."""
+        if self.uses:
+            raise LifecycleError(
+                "cannot change the precision of a unit in use", unit=self.name,
+                remedy="Enter and leave full_precision() outside of forward and backward.",
+            )
+        self.come_to_rest()
+        self.precision = _UNMIXED if full and self.policy != _UNMIXED else self.policy
+        self.buffers.suspended = full
+        for storage in self.storages:
+            storage.set_full_precision(full)
+        self.collector.follow_leaves()
+
+    def require_precision(self, precision: Precision) -> None:
+        """Raise ``LifecycleError`` if the backward of a forward in ``precision`` cannot run now."""
+        if precision is not self.precision:
+            inside = self.in_full_precision
+            raise LifecycleError(
+                "forward and backward ran on different sides of full_precision()", unit=self.name,
+                expected=f"backward {'outside' if inside else 'inside'} of it, as forward",
+                got="inside" if inside else "outside",
+                remedy="Call backward() in the same context as the forward that it belongs to.",
+            )
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or under way."""
         if self.residency is Residency.SHARDED:
+            if any(storage.widened or storage.on_meta for storage in self.storages):
+                self._require_values()
             self._move(Residency.UNSHARDING)
             self.gather.start(self.tag(0))
             if self.observer is not None:
                 self.observer("gather", self.gather.nbytes)
+
+    def _require_values(self) -> None:
+        """Inside a summon a forward may run where the whole values are, and no backward."""
+        meta = [spec.fqn for s in self.storages if s.on_meta
+                for spec, shown in zip(s.layout.parameters, self.face.shown(s), strict=True) if shown.is_meta]
+        if meta:
+            raise LifecycleError(
+                f"parameters on the meta device have no values to compute with ({name_list(meta)})",
+                unit=self.name, expected="materialised parameters", got="meta",
+                remedy="Call shardwise.materialise(model), or model.to_empty(device=...) and initialise them.",
+            )
+        training = torch.is_grad_enabled() or in_backward()
+        if training or not all(storage.whole for storage in self.storages):
+            raise LifecycleError(
+                "a forward that trains, or a backward, inside summon_full_params" if training else
+                "a forward on a rank that summon_full_params(rank0_only=True) left without whole parameters",
+                unit=self.name,
+                remedy="Leave the summon first" + (", or use torch.no_grad()." if training else "."),
+            )
 
     def wait(self) -> None:
         """Finish the gather: the leaves may be read."""
@@ -141,21 +234,29 @@ class Unit:
             self.gather.finish()
             self._move(Residency.UNSHARDED)
 
-    def reshard(self) -> None:
-        """Free the gathered parameters. The caller has made sure that nobody uses them."""
+    def reshard(self, *, after: object = None) -> None:
+        """Free the gathered parameters. The caller has made sure that nobody uses them.
+
+        ``after``: a mark of the compute lane behind their last use; None: behind all work until now.
+        """
         if self.residency is Residency.UNSHARDING:
             self.wait()
         if self.residency is Residency.UNSHARDED:
             self._move(Residency.SHARDED)
             if self.observer is not None:
                 self.observer("free", self.gather.nbytes)
-            self.gather.free()
+            self.gather.free(after=after)
+
+    def come_to_rest(self) -> None:
+        """Only what the user registered is there: the shard, and the original buffers."""
+        self.reshard()
+        self.buffers.for_checkpoint()
 
     # ------------------------------------------------------------------ gradients
     def _on_first(self) -> None:
         self.on_first_gradient()
         self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
-        self.collector.open(keep=not self.settings.sync_gradients)
+        self.collector.keep = not self.settings.sync_gradients
 
     def _on_complete(self) -> None:
         self.on_all_gradients()
@@ -187,26 +288,39 @@ class Unit:
         sent.bound = True
         if not sent.final or all(sent.used):
             self.sent = None
+        self.flags = sent.used  # with what waited for the replicas, if anything did
         if sent.final:
+            self.lanes.compute.note("bind", reads=[sent.chunk])
             bind(self.collector, sent, self.kind,
-                 None if all(sent.used) else lambda number: sent.used[number])
+                 None if all(sent.used) else lambda numbers: any(sent.used[n] for n in numbers))
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
-        """Give the parameters that only other ranks used their part of the sum."""
+        """Give the parameters that only other ranks used their part of the sum.
+
+        A flat parameter that this rank used in part has the whole of it already.
+        """
         sent, self.sent = self.sent, None
         if sent is not None and sent.bound:
             bind(self.collector, sent, self.kind,
-                 lambda number: used_anywhere[number] and not sent.used[number])
+                 lambda numbers: any(used_anywhere[n] for n in numbers)
+                 and not any(sent.used[n] for n in numbers))
 
     # ------------------------------------------------------------------ recovery
     def recover(self) -> None:
-        """Back to rest after an exception, whatever had begun."""
+        """Back to rest after an exception, whatever had begun. Unsent gradients are lost."""
         self.face.show_originals()
-        self.uses = 0
+        self.uses, self.outstanding, self.unwatched = 0, 0, False
         self.reshard()
-        self.sent = None
+        self.gather.forget()
+        sent, self.sent = self.sent, None
+        if sent is not None and not sent.summed:
+            sent.handle.wait()  # a transport may still be reading the buffer
+        self.reducer.drop()
         self.collector.drop()
         self.collector.expect_all()
+
+
+_UNMIXED = Precision()
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ later nodes first, so when the node in front of the inputs runs, all later nodes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,8 +22,8 @@ __all__ = ["Listener", "Watched", "nodes_of", "watch", "watch_input"]
 class Listener(Protocol):
     """What is told when the backward of a call begins and ends."""
 
-    def enter_backward(self, call: Call) -> None: ...
-    def leave_backward(self, call: Call) -> None: ...
+    def enter_backward(self, call: Call, gradients: Any) -> None: ...
+    def leave_backward(self, call: Call, gradients: Any) -> None: ...
 
 
 class Watched:
@@ -97,18 +98,10 @@ def _is_new(node: Any, watched: Watched | None) -> bool:
 def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched | None) -> None:
     """Tell ``listener`` when gradients reach ``nodes``, and when they reach the watched input."""
     call.unit.outstanding += 1
-
-    def on_output(gradients: Any) -> None:
-        listener.enter_backward(call)
-
     for node in nodes:
-        node.register_prehook(on_output)
+        node.register_prehook(partial(listener.enter_backward, call))
     if watched is None:
         return
     call.watched = True  # if not by the input, then by the end of the pass
     if watched.in_front:
-
-        def on_input(gradients: Any) -> None:
-            listener.leave_backward(call)
-
-        watched.node.register_prehook(on_input)
+        watched.node.register_prehook(partial(listener.leave_backward, call))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.model_state import install
-from ..comm.mesh import default_group, groups_of_mesh, require_process_group, transports
+from ..comm.mesh import default_group, groups_of_mesh, neighbours, require_process_group, transports
 from ..engine.build import Choices, build_unit
 from ..engine.hooks import unit_of
 from ..engine.reduce import Groups
@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
 from ..plan.state_options import StateDictType
 from .module import FSDPModule
+from .placing import device_of
 
 __all__ = ["fully_shard"]
 
@@ -47,7 +48,9 @@ def fully_shard(
         module: a module, or a list of modules that are gathered and freed together.
         mesh: one dim (shard), or two named ones (replicate, shard); default: all ranks.
         reshard_after_forward: free the gathered parameters after forward (True), keep them until
-            backward (False), or None: True, except for the root, which needs them at once.
+            backward (False), or None: True, except for the root, which needs them at once. A
+            number: after forward keep them sharded over this many neighbouring ranks, among
+            which backward gathers them (inside a node, say).
         mp_policy: dtypes in use, on the wire, and of outputs.
         offload_policy: where shards live.
         ignored_params: parameters left as they are.
@@ -61,21 +64,37 @@ def fully_shard(
     pair = groups_of_mesh(mesh, hybrid=True) if mesh is not None else (default_group(), None)
     device = _device(modules, mesh)
     shard, replicate = transports(pair, device)
+    kept, reshard = _kept_ranks(reshard_after_forward, shard.size)
     unit = build_unit(modules, Choices(
         groups=Groups(shard, replicate),
         device=device,
         precision=Precision.of_policy(mp_policy),
-        settings=Settings(reshard_after_forward=reshard_after_forward is not False,
-                          keep_as_root=reshard_after_forward is None),
+        settings=Settings(reshard_after_forward=reshard is not False, keep_as_root=reshard is None),
         schedule=Schedule(),
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         pin_memory=not isinstance(offload_policy, CPUOffloadPolicy) or offload_policy.pin_memory,
         ignored_parameters=frozenset(ignored_params or ()),
     ))
+    if kept is not None:
+        unit.gather.small = neighbours(shard, kept, device)
     install(unit, StateDictType.SHARDED_STATE_DICT, snapshot=False)
     for one in modules:
         one.__class__ = _sharded_class(type(one))
     return module
+
+
+def _kept_ranks(reshard: bool | int | None, size: int) -> tuple[int | None, bool | None]:
+    """``reshard_after_forward`` as (ranks that keep a part each after forward, plain choice)."""
+    if reshard is None or isinstance(reshard, bool):
+        return None, reshard
+    if reshard < 1 or size % reshard:
+        raise ConfigurationError(
+            "reshard_after_forward does not divide the shard group", got=reshard,
+            expected=f"True, False, None, or a factor of {size}", remedy="Pass the number of ranks of a node.",
+        )
+    if reshard in (1, size):
+        return None, reshard != 1  # each rank keeps all, or its shard
+    return reshard, True
 
 
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -119,8 +138,8 @@ def _check(modules: Sequence[nn.Module], reshard: Any, placement: Any, mp_policy
 
 
 def _check_types(reshard: Any, placement: Any, mp_policy: Any, offload: Any) -> None:
-    if not isinstance(reshard, (bool, type(None))):
-        raise OptionTypeError("reshard_after_forward has the wrong type", expected="True, False or None",
+    if not isinstance(reshard, (int, type(None))):
+        raise OptionTypeError("reshard_after_forward has the wrong type", expected="bool, int or None",
                               got=repr(reshard))
     if placement is not None:
         raise ConfigurationError(
@@ -139,8 +158,4 @@ def _device(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> torch.devi
     """The device to compute on: the mesh's kind, or else where the parameters are."""
     if mesh is not None and mesh.device_type != "cpu":
         return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    for module in modules:
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                return parameter.device
-    return torch.device("cpu")
+    return device_of(modules)

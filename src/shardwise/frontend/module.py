@@ -16,7 +16,7 @@ from .communication import CommunicationMethods
 from .copying import copy_module, refuse_pickling
 from .whole import apply_to_whole
 
-__all__ = ["FSDPModule", "UnshardHandle", "session_at", "unit_at"]
+__all__ = ["FSDPModule", "UnshardHandle", "session_at", "settle", "unit_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -32,6 +32,14 @@ def session_at(module: nn.Module) -> Session:
     """The session of a sharded module, started now if need be."""
     unit = unit_at(module)
     return session_of(unit) or start_session(unit)
+
+
+def settle(module: nn.Module) -> None:
+    """If a backward of ``module`` was left by an exception, throw the iteration away."""
+    unit = unit_of(module)
+    session = session_of(unit) if unit is not None else None
+    if session is not None:
+        session.settle()
 
 
 class UnshardHandle:
@@ -72,6 +80,7 @@ class FSDPModule(CommunicationMethods):
         """Free this unit's gathered parameters."""
         module: Any = self
         unit = unit_at(module)
+        session_at(module).settle()
         if unit.uses:
             raise LifecycleError("cannot reshard a unit that is in use", unit=unit.name,
                                  remedy="Call reshard() outside forward and backward.")
@@ -96,6 +105,7 @@ class FSDPModule(CommunicationMethods):
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.settings.keep_as_root = not reshard_after_forward
+            unit.gather.small = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the gathered parameters are freed after backward.
@@ -137,13 +147,37 @@ class FSDPModule(CommunicationMethods):
         module: Any = self
         unit_at(module).reducer.all_reduce_hook = hook
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """``nn.Module.apply`` where ``fn`` sees whole parameters, one unit at a time. A collective."""
+        module: Any = self
+        apply_to_whole(module, fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Another sharded model of the same layout; inside ``summon_full_params`` an unsharded one."""
+        module: Any = self
+        return copy_module(module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module: Any = self
+        return refuse_pickling(module)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; after a failed backward, the parameters at rest."""
+        module: Any = self
+        settle(module)
+        yield from super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``cuda`` …: from rest, and honoured at the next forward."""
         module: Any = self
         unit = unit_of(module)
         if unit is not None and not unit.uses:
-            unit.reshard()
-        return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            unit.come_to_rest()
+        result = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if unit is not None:
+            unit.follow_off_meta()
+        return result
 
 
 def _prefetched(modules: Any) -> list[Unit]:

@@ -130,7 +130,7 @@ def memory_of(model: nn.Module) -> Memory:
     }
     return Memory(
         shards=sum(s.shard.numel() * s.shard.element_size() for s in storages),
-        gathered=sum(unit.gather.nbytes for unit in units),
+        gathered=sum(unit.gather.nbytes + unit.gather.kept_nbytes for unit in units),
         gradients=sum(gradients.values()),
         unsent=sum(unit.collector.nbytes for unit in units),
     )

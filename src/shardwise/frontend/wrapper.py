@@ -12,9 +12,8 @@ never carry a prefix, at any depth, in ``named_parameters``, ``named_buffers``, 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,17 +27,21 @@ from ..engine.build import build_unit
 from ..engine.hooks import alias, unit_of
 from ..errors import LifecycleError
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from ..plan.policies import ApartPolicy
 from ..plan.state_options import StateDictType
+from ..torch_private import passed_through
 from .clip import clip_grad_norm
-from .ignored import ignored_by_states
-from .materialise import materialise, move_to_device, sync_states
 from .comm_hooks import CommHookMethods
 from .copying import copy_module, refuse_pickling
-from .module import session_at, unit_at
+from .ignored import ignored_by_states
+from .materialise import LeftToOuter, materialise_with
+from .module import session_at, settle, unit_at
+from .nesting import wrap_below
+from .placing import all_on_meta, move_to_device, sync_states
 from .state_methods import StateDictMethods
-from .wrapper_options import WrapperOptions, check_options, choices_of, groups_of
-from .wrapping import auto_wrap, warn_without_forward
+from .summon import summon_full_params
+from .whole import apply_to_whole
+from .wrapper_options import WrapperOptions, check_options, choices_of, groups_of, initialiser_of
+from .wrapping import warn_without_forward
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -108,9 +111,13 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
                                  remedy="Wrap each module once.")
         warn_without_forward(module)
         if auto_wrap_policy is not None:
-            _auto_wrap(module, options, auto_wrap_policy, ignored, ignored_parameters)
+            wrap_below(module, options, auto_wrap_policy, (ignored, ignored_parameters),
+                       FullyShardedDataParallel)
         device = move_to_device(module, device_id, ignored, ignored_parameters)
-        materialise(module, param_init_fn, device, ignored, ignored_parameters)
+        how = initialiser_of(options, device, ignored, ignored_parameters)
+        late = not sync_module_states and all_on_meta(module, ignored, ignored_parameters)
+        if not late:
+            materialise_with(module, how)
         both = transports(groups_of(options), device)
         if sync_module_states:
             sync_states(module, [c for c in both if c is not None], ignored, ignored_parameters)
@@ -118,6 +125,8 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         install(unit, StateDictType.FULL_STATE_DICT, snapshot=True)
         self._adopt(module)
         alias(self, module)
+        if late and not isinstance(param_init_fn, LeftToOuter):
+            materialise_with(self, how)
 
     def _adopt(self, module: nn.Module) -> None:
         """Become the second face of ``module``."""
@@ -159,6 +168,7 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
     def __bool__(self) -> bool:
         return True
 
+    @passed_through
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; its hooks gather and free."""
         return self.__dict__["_wrapped"](*args, **kwargs)
@@ -178,11 +188,45 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the wrapped module; after a failed backward, the parameters at rest."""
+        settle(self.module)
+        yield from super().named_parameters(*args, **kwargs)
+
     def train(self, mode: bool = True) -> FullyShardedDataParallel:
         """Set the training mode here and below."""
         self.training = mode
         self.module.train(mode)
         return self
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module, recurse: bool = True, writeback: bool = True, rank0_only: bool = False,
+        offload_to_cpu: bool = False, with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """``shardwise.summon_full_params``, under the name that torch's wrapper has for it."""
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply`` where ``fn`` sees whole parameters, one unit at a time. A collective."""
+        apply_to_whole(self.module, fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Another sharded model of the same layout; inside ``summon_full_params`` an unsharded one."""
+        module = copy_module(self.module, memo)
+        if unit_of(module) is None:
+            memo[id(self)] = module
+            return module
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied._adopt(module)
+        own = {name: value for name, value in self.__dict__.items() if name not in (*_SHARED, "_wrapped")}
+        copied.__dict__.update(copy.deepcopy(own, memo))
+        alias(copied, module)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickling(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         unit = unit_of(self.module)
@@ -245,27 +289,3 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
                                  remedy="Call it on the outermost wrapper.")
         return clip_grad_norm(self.module.parameters(), max_norm, norm_type,
                               error_if_nonfinite=error_if_nonfinite)
-
-
-def _auto_wrap(module: nn.Module, options: WrapperOptions, policy: Any, ignored: set[nn.Module],
-               ignored_parameters: set[nn.Parameter]) -> None:
-    mp = options.mixed_precision
-    if mp is not None and mp._module_classes_to_ignore:
-        # of its own, such a unit has nothing that a narrower wire could be asked for
-        policy = ApartPolicy(policy, tuple(mp._module_classes_to_ignore),
-                             mixed_precision=replace(mp, reduce_dtype=None))
-        if any(isinstance(m, tuple(mp._module_classes_to_ignore)) for m in module.modules()):
-            warnings.warn("shardwise: modules that mixed precision leaves alone become units of their own",
-                          stacklevel=4)
-    inherited = options.as_arguments()
-    if ignored_parameters and not ignored:
-        inherited["ignored_states"] = tuple(ignored_parameters)
-    elif ignored:
-        inherited["ignored_modules"] = tuple(ignored)
-    auto_wrap(
-        module, policy, lambda child, overrides: FullyShardedDataParallel(child, **(inherited | overrides)),
-        ignored_modules=ignored, ignored_parameters=ignored_parameters,
-        is_unit=lambda m: unit_of(m) is not None,
-    )
-
-
