@@ -68,10 +68,10 @@ def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
 def _give(binding: Binding, gradient: Tensor) -> None:
     storage, seen = binding.storage, binding.seen
     parameter = seen.parameter
-    if gradient.dtype is not storage.shard.dtype:
-        allow_gradient_dtype(parameter, gradient.dtype)
     held = parameter.grad
     if held is None:
+        if gradient.dtype is not storage.shard.dtype or storage.precision is not storage.policy:
+            allow_gradient_dtype(parameter, gradient.dtype)
         parameter.grad = gradient
     elif held.shape == gradient.shape:
         held.add_(gradient)

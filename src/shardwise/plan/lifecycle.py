@@ -17,10 +17,11 @@ A session's pass::
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Protocol
 
 from ..errors import LifecycleError
 
-__all__ = ["Pass", "Residency", "require_move"]
+__all__ = ["Named", "Pass", "Residency", "require_move"]
 
 
 class Residency(IntEnum):
@@ -39,6 +40,13 @@ class Pass(IntEnum):
     BACKWARD = 12
 
 
+class Named(Protocol):
+    """What moves, for the message."""
+
+    @property
+    def name(self) -> str: ...
+
+
 _MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
     (Residency.SHARDED, Residency.UNSHARDING),
     (Residency.UNSHARDING, Residency.UNSHARDED),
@@ -53,10 +61,10 @@ _MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
 })
 
 
-def require_move(unit: str, old: IntEnum, new: IntEnum) -> None:
+def require_move(unit: Named, old: IntEnum, new: IntEnum) -> None:
     """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
     if (old, new) not in _MOVES:
         raise LifecycleError(
-            "illegal move of a unit", unit=unit, expected="a legal move", got=f"{old.name} -> {new.name}",
+            "illegal move of a unit", unit=unit.name, expected="a legal move", got=f"{old.name} -> {new.name}",
             remedy="This is a defect of shardwise; please report it with the traceback.",
         )
