@@ -40,10 +40,10 @@ class Twins:
         self.model = shard(twin, front, inner(twin), **arguments)
         self.optimizers = [self._sgd(self.plain), self._sgd(self.model)]
 
-    @staticmethod
-    def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    def _sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Momentum goes on without a gradient, but not past a None; in a flat parameter there is none."""
         chosen = [p for p in model.parameters() if p.is_floating_point()]
-        return torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(chosen, lr=0.1, momentum=0.0 if self.front == "flat" else 0.9)
 
     def backward(self, step: int = 0, runs: Sequence[Run] | None = None) -> None:
         """One backward of the sum of ``runs`` (default: the one given) on both."""
