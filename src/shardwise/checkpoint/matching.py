@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..engine.build import units_below
+from ..engine.hooks import unit_of
 from ..errors import CheckpointError
 from ..storage.faces import Showing
 from ..storage.flat_storage import FlatStorage
+from ..storage.sharded_parameter import home_of
 from ..torch_private import load_hook_count
 from .model_tensors import clean_name
 from .rows import require_shape
@@ -27,6 +29,9 @@ def showings_below(root: nn.Module) -> Iterator[tuple[str, nn.Module, list[Showi
         for showing in unit.face.showings:
             by_module.setdefault(showing.slot.module, []).append(showing)
     for name, module in root.named_modules(remove_duplicate=False):
+        unit = unit_of(module)
+        if unit is not None and module not in unit.modules:
+            continue  # a wrapper: the module that it shows follows
         yield clean_name(name), module, by_module.get(module, [])
 
 
@@ -51,7 +56,6 @@ def check_values(root: nn.Module, state: dict[str, Any], prefix: str, *, local: 
         if load_hook_count(module) > _OURS:
             continue  # the module's own hooks may change the entries first
         start = f"{prefix}{path}." if path else prefix
-        sharded = {showing.name for showing in showings}
         for showing in showings:
             key = start + showing.name
             if key in state and not showing.storage.widened:
@@ -61,7 +65,8 @@ def check_values(root: nn.Module, state: dict[str, Any], prefix: str, *, local: 
                     faults.append(fault)
         for name, held in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             value = state.get(start + name)
-            if name not in sharded and isinstance(value, Tensor) and not _fits(held, value):
+            is_sharded = isinstance(held, nn.Parameter) and home_of(held) is not None
+            if not is_sharded and isinstance(value, Tensor) and not _fits(held, value):
                 faults.append(CheckpointError(
                     f"size mismatch for {start + name}", expected=f"shape {tuple(held.shape)}",
                     got=f"shape {tuple(value.shape)}", remedy="Nothing was loaded."))

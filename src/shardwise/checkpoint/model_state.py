@@ -99,7 +99,8 @@ class UnitState:
         for showing in place.showings:
             key = prefix + showing.name
             held = destination.get(key)
-            value = self._value(showing, destination, requires_grad=isinstance(held, nn.Parameter))
+            tracked = isinstance(held, nn.Parameter) and held.requires_grad  # keep_vars
+            value = self._value(showing, destination, requires_grad=tracked)
             if showing.storage.hidden and value is not None:
                 behind_flat[key] = value
             elif held is not None and value is not None:

@@ -26,7 +26,7 @@ from ..plan.state_options import (
 from .choice import state_dict_type
 from .flattening import flatten_optimizer_state, unflatten_optimizer_state
 from .from_rank_zero import spread_model_state, spread_optimizer_state
-from .model_tensors import clean_name
+from .model_tensors import ModelTensor, clean_name, model_tensors
 from .optimizer_loading import optimizer_state_to_load
 from .optimizer_state import optimizer_state
 from .priming import primed
@@ -228,10 +228,16 @@ def _clean(model: nn.Module, keys: Iterable[str]) -> list[str]:
 
 def _frozen(model: nn.Module) -> set[str]:
     """Names of parameters that need no gradient."""
-    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        state = model.state_dict(keep_vars=True)
-    return {clean_name(_bare(model, key)) for key, value in state.items()
-            if isinstance(value, nn.Parameter) and not value.requires_grad}
+    return {_bare(model, name) for tensor in model_tensors(model) if tensor.is_parameter
+            and not _shown(tensor).requires_grad for name in tensor.names}
+
+
+def _shown(tensor: ModelTensor) -> nn.Parameter:
+    """The parameter that stands for ``tensor``: itself, or the flat one."""
+    if tensor.parameter is not None:
+        return tensor.parameter
+    assert tensor.storage is not None
+    return tensor.storage.visible[0].parameter
 
 
 def _of_submodules(
