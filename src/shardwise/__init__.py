@@ -6,6 +6,7 @@ from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.communication import share_comm_ctx
 from .frontend.composable import fully_shard
 from .frontend.full_precision import full_precision
+from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
@@ -66,10 +67,12 @@ __all__ = [
     "full_precision",
     "fully_shard",
     "is_sharded",
+    "iter_units_full",
+    "materialise",
     "memory_of",
     "observe",
     "plan_of",
-]
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "summon_full_params",
+]

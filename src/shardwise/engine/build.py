@@ -22,7 +22,8 @@ from .hooks import attach, hooks_of, keep_precision, unit_of
 from .precision import kept_modules
 from .reduce import Groups
 from .session import Session
-from .unit import Schedule, Settings, Unit
+from .settings import Schedule, Settings
+from .unit import Unit
 
 __all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
 
@@ -87,9 +88,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     if isinstance(face, FlatFace):
         face.register(modules[0], storages)
     precision = choices.precision.for_kept() if kept.issuperset(modules) else choices.precision
-    unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device), precision,
-                choices.settings)
-    unit.schedule = choices.schedule
+    unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device), precision)
+    unit.settings, unit.schedule = choices.settings, choices.schedule
     unit.needs = needs
     unit.own_modules = ownership.modules
     unit.buffers.observe([(name, module) for name, module in ownership.modules if module not in kept],
@@ -160,7 +160,8 @@ def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
         shared = [e.fqn for e in ownership.owned if any(e.parameter is p for p in ignored.parameters())]
         if shared:
             raise ConfigurationError(
-                f"a parameter is shared between the unit and an ignored module ({name_list(shared)})", unit=kind,
+                f"a parameter is shared between the unit and an ignored module ({name_list(shared)})",
+                unit=kind,
                 remedy="Ignore the parameter too, or do not ignore the module.",
             )
 

@@ -19,8 +19,9 @@ from ..storage.guard import guard, unguard
 from ..torch_private import in_backward, never_traced, queue_after_backward
 from .buffers import buffers_for_compute, cast_buffers
 from .residents import Residents
+from .settings import Schedule
 from .step import Call, Step
-from .unit import Schedule, Unit
+from .unit import Unit
 from .unused import agree_on_unused
 
 __all__ = ["Session"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..comm.collectives import Collectives
 from ..comm.lanes import Lanes
 from ..errors import LifecycleError, name_list
 from ..plan.lifecycle import Residency, require_move
-from ..plan.options import BackwardPrefetch, Precision
+from ..plan.options import Precision
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
 from ..storage.global_norm import GradientKind
@@ -28,45 +28,24 @@ from .buffers import UnitBuffers
 from .collect import Collector
 from .gather import Gather
 from .reduce import Groups, Reduced, Reducer
+from .settings import Schedule, Settings
 
-__all__ = ["Schedule", "Settings", "Unit"]
-
-
-@dataclass
-class Schedule:
-    """When gathers start ahead of need."""
-
-    backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    forward: bool = False  #: in the order of the last iteration
-    limit: bool = True  #: on streams one freed unit's memory may wait for compute; else three
-
-
-@dataclass
-class Settings:
-    """What may be changed between steps; each field is one public setter."""
-
-    reshard_after_forward: bool = True
-    keep_as_root: bool = True  #: a root stays gathered between forward and backward all the same
-    reshard_after_backward: bool = True
-    sync_gradients: bool = True  #: False: gradients stay on this rank (no_sync)
-    all_reduce: bool = True  #: False: reduce in the shard group only
-    unshard_in_backward: bool = True  #: False: backward reads none of the parameters
-    forward_prefetch: list[Unit] = field(default_factory=list["Unit"])
-    backward_prefetch: list[Unit] | None = None  #: None: the order of the forward, reversed
+__all__ = ["Unit"]
 
 
 class Unit:
     """The parameters of one or more modules, moved as one."""
 
-    _registered: weakref.WeakKeyDictionary[Collectives, list[weakref.ref[Unit]]] = (
+    _registered: ClassVar[weakref.WeakKeyDictionary[Collectives, list[weakref.ref[Unit]]]] = (
         weakref.WeakKeyDictionary())
-    _owners: weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+    _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
+        weakref.WeakKeyDictionary())
 
     def __init__(self, modules: Sequence[nn.Module], storages: Sequence[FlatStorage], face: OriginalFace,
-                 groups: Groups, lanes: Lanes, precision: Precision, settings: Settings) -> None:
+                 groups: Groups, lanes: Lanes, precision: Precision) -> None:
         self.modules, self.storages, self.face = list(modules), list(storages), face
         self.groups, self.lanes = groups, lanes
-        self.policy, self.settings = precision, settings
+        self.policy, self.settings = precision, Settings()
         self.precision = precision  #: the policy, or no mixing at all (full precision)
         self._owners.update({storage: weakref.ref(self) for storage in storages})
         self.fqn = ""
@@ -137,7 +116,7 @@ class Unit:
         if self.face.in_use or self.residency is not Residency.SHARDED:
             return False
         edited = False
-        self._replan |= self.follow_off_meta()
+        self.follow_off_meta()
         if self.face.strangers():
             edited = True
             for storage in take_over_replacements(self.face):
@@ -158,9 +137,11 @@ class Unit:
             self.lanes.compute.note("edit", writes=[storage.shard for storage in self.storages])
         return edited
 
-    def follow_off_meta(self) -> bool:
-        """Take over memory that was given to parameters on the meta device; was there any?"""
-        return any([follow_off_meta(self.face, s) for s in self.storages if s.on_meta])
+    def follow_off_meta(self) -> None:
+        """Take over memory that was given to parameters on the meta device."""
+        for storage in self.storages:
+            if storage.on_meta:
+                self._replan |= follow_off_meta(self.face, storage)
 
     def leave_meta(self, device: torch.device | None) -> None:
         """Memory for what is on the meta device, on ``device`` (None: where the unit computes)."""
@@ -217,7 +198,8 @@ class Unit:
             raise LifecycleError(
                 f"parameters on the meta device have no values to compute with ({name_list(meta)})",
                 unit=self.name, expected="materialised parameters", got="meta",
-                remedy="Call shardwise.materialise(model), or model.to_empty(device=...) and initialise them.",
+                remedy="Call shardwise.materialise(model), or model.to_empty(device=...) and initialise "
+                       "them.",
             )
         training = torch.is_grad_enabled() or in_backward()
         if training or not all(storage.whole for storage in self.storages):

@@ -17,7 +17,7 @@ from ..comm.mesh import default_group, groups_of_mesh, neighbours, require_proce
 from ..engine.build import Choices, build_unit
 from ..engine.hooks import unit_of
 from ..engine.reduce import Groups
-from ..engine.unit import Schedule, Settings
+from ..engine.settings import Schedule, Settings
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
 from ..plan.state_options import StateDictType

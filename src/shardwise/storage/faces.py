@@ -7,7 +7,8 @@ that writes the tables in which modules keep their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,17 +16,47 @@ from torch import nn
 from ..plan.ownership import OwnedParameter, Slot
 from .flat_storage import FlatStorage
 
-__all__ = ["FlatFace", "OriginalFace", "Showing"]
+__all__ = ["FlatFace", "OriginalFace", "Showing", "standing_in"]
+
+
+@contextmanager
+def standing_in(module: nn.Module, values: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
+    """Register ``values`` in place of what ``module`` registers under their names, for the length of a block.
+
+    Gives the table, to see what stands there at the end of it.
+    """
+    table = module._parameters
+    before = {name: table[name] for name in values}
+    table.update(values)
+    try:
+        yield table
+    finally:
+        table.update(before)
 
 
 class Showing:
-    """One slot with both of its faces."""
+    """One slot with both of its faces.
 
-    __slots__ = ("index", "name", "slot", "storage", "table")
+    ``faces``: those of all units that show this very slot (a module below several of them).
+    """
+
+    __slots__ = ("faces", "index", "name", "slot", "storage", "table")
 
     def __init__(self, slot: Slot, storage: FlatStorage, index: int, table: dict[str, Any]) -> None:
         self.slot, self.storage, self.index = slot, storage, index
         self.table, self.name = table, slot.name
+        twin = next((s for s in storage.shown_by if s.table is table and s.name == slot.name), None)
+        self.faces: list[OriginalFace] = [] if twin is None else twin.faces
+
+    @property
+    def in_use(self) -> bool:
+        """Does any unit need the leaf here now?"""
+        return any(face.in_use for face in self.faces)
+
+    def present(self) -> Any:
+        """What stands under the name now. (A flat unit's parameters are attributes until one is assigned.)"""
+        found = self.table.get(self.name)
+        return self.slot.module._parameters.get(self.name) if found is None else found
 
 
 class OriginalFace:
@@ -35,11 +66,15 @@ class OriginalFace:
         self.showings: list[Showing] = []
         self.in_use = False
         self._recurrent: list[tuple[nn.RNNBase, list[Any]]] = []
+        self.at_rest: list[tuple[dict[str, Any], str, Any]] = []  #: more that is shown at rest only
 
     def add(self, entry: OwnedParameter, storage: FlatStorage, index: int) -> None:
         """Show parameter ``index`` of ``storage`` in all slots of ``entry``."""
         for slot in entry.slots:
-            self.showings.append(Showing(slot, storage, index, self._table(slot)))
+            showing = Showing(slot, storage, index, self._table(slot))
+            showing.faces.append(self)
+            self.showings.append(showing)
+            storage.shown_by.append(showing)
             if isinstance(slot.module, nn.RNNBase) and all(m is not slot.module for m, _ in self._recurrent):
                 self._recurrent.append((slot.module, []))
 
@@ -53,6 +88,9 @@ class OriginalFace:
         self.in_use = True
         for s in self.showings:
             s.table[s.name] = s.storage.leaves[s.index]
+        for table, name, value in self.at_rest:
+            if table.get(name) is value:
+                del table[name]
         self._follow_recurrent()
 
     def show_originals(self) -> None:
@@ -61,8 +99,51 @@ class OriginalFace:
             return
         self.in_use = False
         for s in self.showings:
-            s.table[s.name] = s.storage.parameters[s.index]
+            if len(s.faces) == 1 or not s.in_use:
+                s.table[s.name] = s.storage.parameters[s.index]
+        for table, name, value in self.at_rest:
+            table.setdefault(name, value)
         self._follow_recurrent()
+
+    def claim(self, showing: Showing) -> Any:
+        """Take what was assigned under a name and registered elsewhere than the face keeps it."""
+        found = showing.slot.module._parameters.pop(showing.name, None)
+        showing.table[showing.name] = found
+        return found
+
+    def reveal(self) -> None:
+        """Register the user's parameters, where a flat one is registered in their place."""
+
+    def conceal(self) -> None:
+        """The counterpart of ``reveal``."""
+
+    def shown(self, storage: FlatStorage) -> list[Any]:
+        """What stands under the first name of each parameter of ``storage``."""
+        first: dict[int, Any] = {}
+        for s in self.showings:
+            if s.storage is storage:
+                first.setdefault(s.index, s.table.get(s.name))
+        return [first.get(index) for index in range(len(storage.parameters))]
+
+    def put_back(self) -> None:
+        """Show the user's own objects where others were put in their places."""
+        for showing, _ in self.strangers():
+            showing.table[showing.name] = showing.storage.parameters[showing.index]
+
+    def retarget(self, showing: Showing, storage: FlatStorage, index: int) -> None:
+        """Let a slot show another parameter from now on: it was tied to that one."""
+        showing.storage.shown_by.remove(showing)
+        showing.storage, showing.index = storage, index
+        storage.shown_by.append(showing)
+
+    def copied(self, module_of: Callable[[nn.Module], nn.Module],
+               storage_of: Callable[[FlatStorage], FlatStorage]) -> OriginalFace:
+        """The same face over copies of the modules and storages."""
+        made = type(self)()
+        for s in self.showings:
+            storage, slot = storage_of(s.storage), Slot(module_of(s.slot.module), s.slot.name, s.slot.fqn)
+            made.add(OwnedParameter(storage.parameters[s.index], [slot]), storage, s.index)
+        return made
 
     def _follow_recurrent(self) -> None:
         """Recurrent modules keep a second list of their weights; let it show the same."""
@@ -73,7 +154,7 @@ class OriginalFace:
         """Slots that show, at rest, another object than the one that shardwise put there."""
         return [
             (s, s.table.get(s.name)) for s in self.showings
-            if s.table.get(s.name) is not s.storage.parameters[s.index]
+            if s.table.get(s.name) is not s.storage.parameters[s.index] and not s.in_use
         ]
 
 
@@ -81,14 +162,53 @@ class FlatFace(OriginalFace):
     """``use_orig_params=False``: one flat parameter is registered for each flat storage; the
     user's parameters are reachable as plain attributes, in ``module.__dict__``."""
 
-    def _table(self, slot: Slot) -> dict[str, Any]:
-        parameter = slot.module._parameters.pop(slot.name)
-        slot.module.__dict__[slot.name] = parameter
-        return slot.module.__dict__
+    def __init__(self) -> None:
+        super().__init__()
+        self._flat: tuple[dict[str, Any], dict[str, nn.Parameter]] = ({}, {})
+        self._orders: list[tuple[nn.Module, list[str]]] = []  # registered names before sharding
+        self._revealed = False
 
-    @staticmethod
-    def register(module: nn.Module, storages: Sequence[FlatStorage]) -> None:
+    def _table(self, slot: Slot) -> dict[str, Any]:
+        module = slot.module
+        if all(known is not module for known, _ in self._orders):
+            self._orders.append((module, [*module._parameters, slot.name]))
+        parameter = module._parameters.pop(slot.name, None)
+        if parameter is not None:
+            module.__dict__[slot.name] = parameter
+        return module.__dict__
+
+    def register(self, module: nn.Module, storages: Sequence[FlatStorage]) -> None:
         """Make the shard of each storage a visible parameter of ``module``."""
         for number, storage in enumerate(storages):
             name = "_flat_param" if number == 0 else f"_flat_param_{number}"
-            module._parameters[name] = storage.show_flat(name)
+            flat = storage.visible[0].parameter if storage.hidden else storage.show_flat(name)
+            module._parameters[name] = self._flat[1][name] = flat
+        self._flat = (module._parameters, self._flat[1])
+
+    def copied(self, module_of: Callable[[nn.Module], nn.Module],
+               storage_of: Callable[[FlatStorage], FlatStorage]) -> OriginalFace:
+        made = super().copied(module_of, storage_of)
+        assert isinstance(made, FlatFace)
+        made._orders = [(module_of(module), names) for module, names in self._orders]
+        return made
+
+    def reveal(self) -> None:
+        self._revealed = True
+        for name in self._flat[1]:
+            del self._flat[0][name]
+        for showing in self.showings:
+            showing.slot.module._parameters[showing.name] = showing.table.pop(showing.name)
+        for module, names in self._orders:
+            table = module._parameters
+            ordered = {name: table.pop(name) for name in names if name in table}
+            rest = dict(table)
+            table.clear()
+            table.update(ordered | rest)
+
+    def conceal(self) -> None:
+        if not self._revealed:
+            return
+        self._revealed = False
+        for showing in self.showings:
+            showing.table[showing.name] = showing.slot.module._parameters.pop(showing.name, None)
+        self._flat[0].update(self._flat[1])

@@ -13,7 +13,7 @@ The user's parameter keeps its identity because only its ``.data`` is pointed at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +22,19 @@ from ..comm.collectives import Collectives
 from ..plan.layout import FlatLayout, ParameterSpec, plan_layout, row_granule
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter
-from .flat_buffer import BufferPool, FlatBuffer
+from ..torch_private import without_torch_function
+from .flat_buffer import FlatBuffer
 from .memory_format import MemoryFormat, format_of
-from .sharded_parameter import enroll
+from .sharded_parameter import enroll, give_memory
+from .visible import Place, Visible
 
 __all__ = ["FLAT", "FlatStorage", "Place", "Visible"]
 
+#: buffer, its tensor, this rank's slot in it, and the leaves
+_InUse = tuple[FlatBuffer | None, Tensor, Tensor, list[nn.Parameter]]
+
 #: the index under which a flat parameter itself is enrolled
 FLAT = -1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a unit computes, and where its shards live."""
-
-    device: torch.device
-    pool: BufferPool
-    offload: bool = False  #: shards on the host
-    pin_memory: bool = True
-
-
-@dataclass(eq=False)
-class Visible:
-    """A parameter object that the user sees at rest, and the part of the shard it shows."""
-
-    parameter: nn.Parameter
-    fqn: str
-    offset: int  #: in the shard, elements
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    indices: tuple[int, ...]  #: the leaves that it stands for
-    pointer: int = 0  #: where its memory was when it was last pointed at the shard
-
-    @property
-    def numel(self) -> int:
-        return self.parameter.numel()
 
 
 class FlatStorage:
@@ -69,27 +47,33 @@ class FlatStorage:
         comm: Collectives,
         precision: Precision,
         place: Place,
+        *,
+        like: FlatStorage | None = None,
     ) -> None:
+        """``owned`` show whole values; or, as copies of those of ``like``, its rows: no traffic then."""
         self.unit = unit
         self.comm = comm
-        self.precision = precision
+        self.policy = self.precision = precision  # the second is another one in full precision
         self.compute_device, self.pool, self.place = place.device, place.pool, place
         self.owned = list(owned)
         self.parameters: list[nn.Parameter] = [entry.parameter for entry in owned]
-        self.formats: list[MemoryFormat] = [format_of(p) for p in self.parameters]
-        self.layout: FlatLayout = plan_layout(
+        self.formats: list[MemoryFormat] = like.formats if like else [format_of(p) for p in self.parameters]
+        self.layout: FlatLayout = like.layout if like is not None else plan_layout(
             [ParameterSpec(e.fqn, shape := tuple(e.parameter.shape), row_granule(shape)) for e in owned],
             comm.size,
             precision.compute_dtype(self.parameters[0].dtype).itemsize,
         )
-        self.widened = False
+        self.widened = False  #: a summon_full_params is open on it
+        self.whole = self.world_size == 1  #: do the user's parameters show whole values now?
+        self.shown_by: list[Any] = []  #: the ``Showing`` of every slot that shows one of its parameters
         self.visible: list[Visible] = []
         self.hidden: list[Visible] = []  # the user's parameters behind a visible flat parameter
-        self.shard: Tensor
+        self.shard: Tensor = like.renewed() if like is not None else self._take_in(self.parameters[0].dtype)
         self.buffer: FlatBuffer | None
         self.full: Tensor
         self.leaves: list[nn.Parameter]
-        self._take_in(self.parameters[0].dtype)
+        self._parked: _InUse | None = None  #: what was in use before the precision changed
+        self._show_rows()
         self._make_leaves()
 
     # ------------------------------------------------------------------ facts
@@ -110,6 +94,11 @@ class FlatStorage:
         return self.precision.compute_dtype(self.shard.dtype)
 
     @property
+    def on_meta(self) -> bool:
+        """Has the shard no memory yet?"""
+        return self.shard.is_meta
+
+    @property
     def trainable(self) -> bool:
         """Does any of its parameters want a gradient now?"""
         return any(v.parameter.requires_grad for v in self.visible)
@@ -126,14 +115,17 @@ class FlatStorage:
         return span.shard_offset, size, self.formats[index].strides(size)
 
     # ------------------------------------------------------------------ at rest
-    def _take_in(self, dtype: torch.dtype) -> None:
-        """Copy this rank's slices into a new shard and point the user's parameters at it."""
+    def _take_in(self, dtype: torch.dtype) -> Tensor:
+        """A new shard with this rank's slices of the whole parameters."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.shard = self._new_shard(dtype, self.parameters[0].device)
+            shard = self._new_shard(dtype, self.parameters[0].device)
             for index, parameter in enumerate(self.parameters):
                 span = self.layout.span(index, self.rank)
                 flat = self.formats[index].flatten(parameter.data)
-                self.shard[span.shard_offset : span.shard_offset + span.numel] = flat[span.start : span.stop]
+                shard[span.shard_offset : span.shard_offset + span.numel] = flat[span.start : span.stop]
+        return shard
+
+    def _show_rows(self) -> None:
         for index, entry in enumerate(self.owned):
             offset, size, stride = self.local_geometry(index)
             seen = Visible(entry.parameter, entry.fqn, offset, size, stride, (index,))
@@ -143,6 +135,8 @@ class FlatStorage:
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros [S] on ``device``, or on the host if shards are offloaded, pinned for an accelerator."""
+        if device.type == "meta":
+            return torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         if not self.place.offload:
             return self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
         pinned = self.place.pin_memory and self.compute_device.type != "cpu"
@@ -169,19 +163,46 @@ class FlatStorage:
             fresh = self._new_shard(dtype, device)
             for seen in self.visible:
                 self.local_view(seen, fresh).copy_(seen.parameter.data)
-        self.shard = fresh
+        self.settle_in(fresh)
+
+    def leave_meta(self, device: torch.device) -> None:
+        """Zeros on ``device`` for a shard on the meta device. The user's objects stay what they are."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            fresh = self._new_shard(self.shard.dtype, device)
+        for seen in (*self.visible, *self.hidden):
+            give_memory(seen.parameter, self.local_view(seen, fresh).data)
+        self.settle_in(fresh)
+
+    def put_rows(self, index: int, whole: Tensor) -> None:
+        """Keep this rank's rows of a ``whole`` value of parameter ``index``."""
+        span = self.layout.span(index, self.rank)
+        with torch.no_grad():
+            self.shard[span.shard_offset : span.shard_offset + span.numel].copy_(self.rows_of(index, whole))
+
+    def renewed(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of the shard in memory of its own, in ``dtype``; for ``settle_in``."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._new_shard(dtype or self.shard.dtype, self.shard.device).copy_(self.shard)
+
+    def settle_in(self, fresh: Tensor) -> None:
+        """Let ``fresh`` be the shard. The old memory lives on only where the user holds a view of it."""
+        device, stays = fresh.device, (fresh.dtype, fresh.device) == (self.shard.dtype, self.shard.device)
+        self.shard, self._parked = fresh, None
         if device != self.compute_device and self.compute_device.type == "cpu":
             self.compute_device = device
         for seen in (*self.visible, *self.hidden):
             self.point_at_shard(seen)
-        self._make_leaves()
+        if self.buffer is None or not stays:
+            self._make_leaves()
 
-    def show_flat(self, fqn: str) -> nn.Parameter:
-        """Make the whole shard one visible parameter, and hide the user's behind it."""
-        flat = nn.Parameter(self.shard.data, requires_grad=self.parameters[0].requires_grad)
+    def show_flat(self, fqn: str, flat: nn.Parameter | None = None) -> nn.Parameter:
+        """Make the whole shard one visible parameter (``flat``, or a new one); hide the user's behind it."""
+        if flat is None:
+            flat = nn.Parameter(self.shard.data, requires_grad=self.parameters[0].requires_grad)
         everything = tuple(range(len(self.parameters)))
         self.hidden = self.visible
-        self.visible = [Visible(flat, fqn, 0, (self.layout.shard_numel,), (1,), everything, flat.data_ptr())]
+        self.visible = [Visible(flat, fqn, 0, (self.layout.shard_numel,), (1,), everything)]
+        self.point_at_shard(self.visible[0])
         enroll(flat, self, FLAT)
         return flat
 
@@ -194,6 +215,19 @@ class FlatStorage:
             and self.compute_dtype == self.stored_dtype
             and self.shard.device == self.compute_device
         )
+
+    def set_full_precision(self, full: bool) -> None:
+        """Use the parameters in the stored dtype, or again as the policy says; only at rest.
+
+        What was in use before is parked and not thrown away: a graph may need its leaves.
+        """
+        before, self.precision = self.compute_dtype, Precision() if full else self.policy
+        if self.compute_dtype is not before:
+            parked, self._parked = self._parked, (self.buffer, self.full, self.own_slot, self.leaves)
+            if parked is None:
+                self._make_leaves()
+            else:
+                self.buffer, self.full, self.own_slot, self.leaves = parked
 
     def _make_leaves(self) -> None:
         self.buffer = None
@@ -220,13 +254,22 @@ class FlatStorage:
     def follow_requires_grad(self) -> bool:
         """Give the leaves the ``requires_grad`` of the user's objects; did anything change?"""
         changed = False
-        for seen in self.visible:
-            wanted = seen.parameter.requires_grad
+        with without_torch_function():
+            now = [seen.parameter.requires_grad for seen in self.visible]
+        for seen, wanted in zip(self.visible, now, strict=True):
             for index in seen.indices:
                 if self.leaves[index].requires_grad != wanted:
                     self.leaves[index].requires_grad_(wanted)
                     changed = True
         return changed
+
+    def fill_leaves(self) -> None:
+        """Give the leaves the values that the user's parameters show (whole, inside a summon)."""
+        assert self.buffer is not None
+        self.buffer.allocate()
+        with torch.no_grad():
+            for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+                leaf.data.copy_(parameter.data)
 
     # ------------------------------------------------------------------ whole values
     def gather_flat(self, shard: Tensor, *, tag: int = 0) -> Tensor:

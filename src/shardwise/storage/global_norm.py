@@ -23,7 +23,7 @@ from ..comm.collectives import Collectives, Reduction
 from ..errors import ShardwiseError
 from ..torch_private import foreach_norm, mark_foreach_supported, scaler_check, without_torch_function
 
-__all__ = ["GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms"]
+__all__ = ["GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
 
 
 class ShardedGradient(Tensor):

@@ -7,6 +7,7 @@ keeps ``Parameter``'s disabled ``__torch_function__``.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
+from .global_norm import ShardedGradient
 
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
 
-__all__ = ["ShardedParameter", "enroll", "home_of", "is_sharded", "withdraw"]
+__all__ = ["ShardedParameter", "enroll", "give_memory", "home_of", "is_sharded", "withdraw"]
 
-# parameter object -> (the storage that holds it, its index there)
+# parameter object -> (weakly, the storage that holds it; its index there)
 _HOMES: Any = WeakIdKeyDictionary()
 
 
@@ -43,21 +45,32 @@ class ShardedParameter(nn.Parameter):
         """The whole parameter, gathered from all ranks of the shard group (a collective).
 
         Shape ``global_shape``, stored dtype, detached. Every rank of the group must call it.
+        Inside ``summon_full_params`` a copy of what the parameter shows, without a collective.
         """
         storage, index = _home(self)
+        if storage.widened:
+            if storage.whole and index >= 0:
+                return self.detach().clone()
+            raise LifecycleError(
+                "this rank has no whole parameters inside summon_full_params", unit=storage.unit,
+                rank=storage.rank, remedy="Ask the originals, and summon without rank0_only.",
+            )
         return storage.gather_flat(self) if index < 0 else storage.gather_one(index, self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = super().__deepcopy__(memo)
-        home = _HOMES.get(self)
-        if home is not None:
-            copied.__class__ = ShardedParameter
-            _HOMES[copied] = home
-        return copied
+        """An ordinary parameter with what this one shows: rows, or inside a summon the whole.
+
+        A copy of the model makes it a parameter of its copied unit.
+        """
+        if id(self) not in memo:
+            with torch.no_grad():
+                value = self.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(value, self.requires_grad)
+        return memo[id(self)]
 
 
 def _home(parameter: nn.Parameter) -> tuple[FlatStorage, int]:
-    home = _HOMES.get(parameter)
+    home = home_of(parameter)
     if home is None:
         raise LifecycleError(
             "this parameter is not sharded by shardwise",
@@ -68,7 +81,7 @@ def _home(parameter: nn.Parameter) -> tuple[FlatStorage, int]:
 
 def enroll(parameter: nn.Parameter, storage: FlatStorage, index: int) -> None:
     """Note that ``storage`` holds ``parameter``, and give the object its sharded class."""
-    _HOMES[parameter] = (storage, index)
+    _HOMES[parameter] = (weakref.ref(storage), index)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ShardedParameter
 
@@ -76,22 +89,39 @@ def enroll(parameter: nn.Parameter, storage: FlatStorage, index: int) -> None:
 def withdraw(parameter: nn.Parameter) -> None:
     """Forget ``parameter``: it is an ordinary one again."""
     _HOMES.pop(parameter, None)
-    if type(parameter) is ShardedParameter:
+    if isinstance(parameter, ShardedParameter):
         parameter.__class__ = nn.Parameter
+
+
+def give_memory(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Let ``parameter``, until now on the meta device, show ``memory``: the same object and attributes."""
+    home = _HOMES.pop(parameter, None)  # two objects can only be swapped while nothing refers to them weakly
+    made = nn.Parameter(memory, parameter.requires_grad)
+    made.__class__ = parameter.__class__
+    made.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, made)
+    if home is not None:
+        _HOMES[parameter] = home
 
 
 def home_of(parameter: nn.Parameter) -> tuple[FlatStorage, int] | None:
     """The storage that holds ``parameter`` and its index there, or None."""
-    return _HOMES.get(parameter)
+    home = _HOMES.get(parameter)
+    if home is None:
+        return None
+    storage = home[0]()
+    return None if storage is None else (storage, home[1])
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Does ``parameter`` (one of the model's own objects) show this rank's rows only?
+    """Does ``parameter`` (one of the model's own objects, or its gradient) show this rank's rows only?
 
-    False inside ``summon_full_params`` and for parameters that shardwise does not manage.
+    False inside ``summon_full_params``, on one rank, and for tensors that shardwise does not manage.
     """
-    home = _HOMES.get(parameter)
-    return home is not None and home[0].world_size > 1 and not home[0].widened
+    if isinstance(parameter, ShardedGradient):
+        return True
+    home = home_of(parameter)  # pyright: ignore[reportArgumentType]
+    return home is not None and not home[0].whole
 
 
 mark_foreach_supported(ShardedParameter)

@@ -1,0 +1,34 @@
+"""Parameters that some ranks did not use: all ranks agree on who has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Reduction
+from .unit import Unit
+
+__all__ = ["agree_on_unused"]
+
+
+def agree_on_unused(units: Sequence[Unit]) -> None:
+    """A parameter that any rank used has a gradient on every rank, others have none."""
+    by_groups: dict[Any, list[Unit]] = {}
+    for unit in units:
+        by_groups.setdefault(tuple(unit.groups.nontrivial), []).append(unit)
+    for groups, members in by_groups.items():
+        if not groups or not groups[0].real:
+            continue
+        flags = [unit.flags for unit in members]
+        device = members[0].collector.live[0].compute_device
+        table = torch.tensor([used for row in flags for used in row], dtype=torch.int32).to(device)
+        for comm in groups:
+            comm.all_reduce(table, Reduction.MAX, tag=3).wait()
+        if all(all(row) for row in flags):
+            continue
+        anywhere, start = [bool(value) for value in table.tolist()], 0
+        for unit, row in zip(members, flags, strict=True):
+            unit.bind_unused(anywhere[start : start + len(row)])
+            start += len(row)

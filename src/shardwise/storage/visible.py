@@ -1,0 +1,39 @@
+"""What the user sees of a flat parameter at rest, and where its memory lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .flat_buffer import BufferPool
+
+__all__ = ["Place", "Visible"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a unit computes, and where its shards live."""
+
+    device: torch.device
+    pool: BufferPool
+    offload: bool = False  #: shards on the host
+    pin_memory: bool = True
+
+
+@dataclass(eq=False)
+class Visible:
+    """A parameter object that the user sees at rest, and the part of the shard it shows."""
+
+    parameter: nn.Parameter
+    fqn: str
+    offset: int  #: in the shard, elements
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    indices: tuple[int, ...]  #: the leaves that it stands for
+    pointer: int = 0  #: where its memory was when it was last pointed at the shard
+
+    @property
+    def numel(self) -> int:
+        return self.parameter.numel()
