@@ -20,7 +20,8 @@ from shardwise.engine.build import Choices, build_unit, session_of
 from shardwise.engine.gather import Gather
 from shardwise.engine.reduce import Groups, Reducer
 from shardwise.engine.residents import Residents
-from shardwise.engine.unit import Schedule, Settings, Unit
+from shardwise.engine.settings import Schedule, Settings
+from shardwise.engine.unit import Unit
 from shardwise.plan.lifecycle import Residency
 from shardwise.plan.options import BackwardPrefetch, Precision
 from tests.bed.recording import Race, Recorder, recorded

@@ -60,7 +60,8 @@ def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
         raise WritebackError(
             "a hook on a parameter gave back a gradient of another shape", fqn=binding.seen.fqn,
             unit=binding.storage.unit, rank=binding.storage.rank, expected=tuple(gradient.shape),
-            got=tuple(changed.shape), remedy="A hook gets and gives the reduced gradient of this rank's rows.",
+            got=tuple(changed.shape),
+            remedy="A hook gets and gives the reduced gradient of this rank's rows.",
         )
     return kind.mark(changed.detach())
 

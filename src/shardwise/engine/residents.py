@@ -7,7 +7,8 @@ from typing import Any
 
 from ..comm.lanes import Lanes
 from ..plan.lifecycle import Residency
-from .unit import Schedule, Unit
+from .settings import Schedule
+from .unit import Unit
 
 __all__ = ["Residents"]
 

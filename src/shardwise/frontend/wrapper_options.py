@@ -18,12 +18,13 @@ from ..comm.collectives import Collectives
 from ..comm.mesh import GroupPair, default_group, groups_of_mesh, require_process_group
 from ..engine.build import Choices
 from ..engine.reduce import Groups
-from ..engine.unit import Schedule, Settings
+from ..engine.settings import Schedule, Settings
 from ..errors import ConfigurationError, OptionTypeError
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, Precision, ShardingStrategy
 from ..plan.policies import Policy
+from .materialise import Initialiser, LeftToOuter
 
-__all__ = ["WrapperOptions", "check_options", "choices_of", "groups_of"]
+__all__ = ["WrapperOptions", "check_options", "choices_of", "groups_of", "initialiser_of"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def check_options(module: Any, options: WrapperOptions, policy: Any) -> None:
     if options.process_group is not None and options.device_mesh is not None:
         raise ConfigurationError("process_group and device_mesh exclude each other", expected="one of them",
                                  got="both", remedy="Pass only device_mesh.")
+    if options.mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        warnings.warn("shardwise: FSDP_USE_FULL_PREC_IN_EVAL is not read; evaluate inside "
+                      "shardwise.full_precision(model)", stacklevel=4)
     _check_hybrid(options, policy)
     if options.process_group is None and options.device_mesh is None:
         require_process_group()
@@ -168,3 +172,13 @@ def choices_of(
         ignored_modules=frozenset(ignored[0]),
         ignored_parameters=frozenset(ignored[1]),
     )
+
+
+def initialiser_of(
+    options: WrapperOptions, device: torch.device, ignored: AbstractSet[nn.Module],
+    ignored_parameters: AbstractSet[nn.Parameter],
+) -> Initialiser:
+    """How what is on the meta device gets its values."""
+    given = options.param_init_fn
+    function = given.param_init_fn if isinstance(given, LeftToOuter) else given
+    return Initialiser(function, device, frozenset(ignored), frozenset(ignored_parameters))

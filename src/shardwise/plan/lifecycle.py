@@ -9,7 +9,7 @@ A unit's residency::
 A session's pass::
 
     REST ──root forward──> FORWARD ──root left──> REST ──first gradient──> BACKWARD ──end──> REST
-                           FORWARD ──first gradient──> BACKWARD ──end──> FORWARD  (a backward inside a forward)
+                           FORWARD ──first gradient──> BACKWARD ──end──> FORWARD  (inside a forward)
 
 ``recover`` leads from any state back to SHARDED and REST.
 """
@@ -65,6 +65,7 @@ def require_move(unit: Named, old: IntEnum, new: IntEnum) -> None:
     """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
     if (old, new) not in _MOVES:
         raise LifecycleError(
-            "illegal move of a unit", unit=unit.name, expected="a legal move", got=f"{old.name} -> {new.name}",
+            "illegal move of a unit", unit=unit.name, expected="a legal move",
+            got=f"{old.name} -> {new.name}",
             remedy="This is a defect of shardwise; please report it with the traceback.",
         )
