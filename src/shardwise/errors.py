@@ -16,6 +16,8 @@ unit, the rank, what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "CheckpointError",
     "CommunicationError",
@@ -27,6 +29,7 @@ __all__ = [
     "ShardwiseError",
     "WritebackError",
     "describe",
+    "name_list",
 ]
 
 
@@ -49,6 +52,12 @@ def describe(
     text = "shardwise: " + what + (f" ({where})" if where else "")
     text += f": {facts}." if facts else "."
     return text + (f" {remedy}" if remedy else "")
+
+
+def name_list(names: Sequence[str]) -> str:
+    """Names for a text, the first four and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class ShardwiseError(RuntimeError):
