@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardwise import MixedPrecision, MixedPrecisionPolicy
 from shardwise.engine.precision import cast_floating, cast_up, kept_modules, move
+from shardwise.errors import OptionTypeError
 from shardwise.plan.options import Precision
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -58,6 +59,14 @@ def test_C18_four_gradient_dtypes(given: dict[str, Any], stored: torch.dtype, dt
         wire = precision.wire_dtype(stored)
         assert (precision.compute_dtype(stored), wire, precision.accumulation_dtype(wire),
                 precision.final_dtype(stored, wire)) == dtypes
+
+
+@pytest.mark.parametrize("option", [MixedPrecision, MixedPrecisionPolicy])
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.complex64])
+def test_bad_dtypes_are_refused_at_construction(option: Any, dtype: Any) -> None:
+    text = rf"{option.__name__}.reduce_dtype is no dtype to compute in.*got"
+    with pytest.raises(OptionTypeError, match=text):
+        option(reduce_dtype=dtype)
 
 
 def test_U30_low_precision_gradients_are_those_of_the_wire() -> None:

@@ -7,11 +7,13 @@ Each field says its meaning, its default and the consequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 
 import torch
 from torch import nn
+
+from ..errors import OptionTypeError
 
 __all__ = [
     "BackwardPrefetch",
@@ -50,6 +52,16 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()  #: after it: less overlap, less memory
 
 
+def _check_dtypes(option: MixedPrecision | MixedPrecisionPolicy) -> None:
+    for field in fields(option):
+        dtype = getattr(option, field.name)
+        if field.name.endswith("_dtype") and dtype is not None and (
+                not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            raise OptionTypeError(f"{type(option).__name__}.{field.name} is no dtype to compute in",
+                                  expected="a floating-point torch.dtype or None", got=repr(dtype),
+                                  remedy="Pass torch.bfloat16, torch.float16 or torch.float32.")
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of the wrapper front end.
@@ -78,6 +90,9 @@ class MixedPrecision:
     accumulate_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        _check_dtypes(self)
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -95,6 +110,9 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     accumulate_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self)
 
 
 @dataclass(frozen=True)
