@@ -35,7 +35,7 @@ class DefaultState:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """``process_group``: the ranks to average over, the shard group on hybrid strategies (default: all)."""
+        """``process_group``: the ranks to average over (default: all); hybrid strategies' shard group."""
         self.process_group = process_group if process_group is not None else default_group()
         self.world_size = dist.get_world_size(self.process_group)
         self.gradient_predivide_factor = balanced_divisor(self.world_size)
@@ -131,5 +131,5 @@ def _check_state(state: object, unit: Unit) -> None:
             raise ConfigurationError(
                 "the state's process group is not the one that this unit's gradients are averaged over",
                 unit=unit.name, expected=f"ranks {group.members}", got=f"ranks {members}",
-                remedy="Make the state with the wrapper's process group, on hybrid strategies the shard group.",
+                remedy="Make the state with the wrapper's process group (hybrid: the shard group).",
             )
