@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise import FullyShardedDataParallel, ShardingStrategy, fully_shard, wrap
+from shardwise import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from shardwise.errors import ConfigurationError, LifecycleError, OptionTypeError, ShardwiseError
 from tests.bed import ranks
 from tests.bed.models import TinyMLP, loss, points
@@ -65,12 +65,6 @@ def _shard_twice() -> Any:
     return fully_shard(fully_shard(TinyMLP()))
 
 
-def _wrap_inner_twice() -> Any:
-    model = nn.Sequential(TinyMLP())
-    model[0] = _wrap(model[0])
-    return _wrap(model, auto_wrap_policy=wrap.ModuleWrapPolicy({TinyMLP, FullyShardedDataParallel}))
-
-
 def _nested_list() -> Any:
     model = TinyMLP()
     return fully_shard([model, model.middle])
@@ -88,7 +82,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[ShardwiseError], str]] = {
         "shardwise: a module of the list contains another one of the list: got Linear inside TinyMLP. "
         "List only modules side by side."),
     "meta_without_init": (lambda: _wrap(NoReset()), ConfigurationError,
-        "shardwise: cannot materialise a module from the meta device (unit 'NoReset'): expected "
+        "shardwise: cannot materialise a module from the meta device ('scale') (unit 'NoReset'): expected "
         "param_init_fn, or a reset_parameters() method, got NoReset. Pass param_init_fn, or define "
         "reset_parameters() for what this module registers."),
     "mixed_devices": (lambda: fully_shard(_two_devices()), ConfigurationError, ""),
@@ -151,7 +145,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[ShardwiseError], str]] = {
         "shardwise: a pair of groups is for hybrid strategies: expected one process group, got a tuple. "
         "Choose ShardingStrategy.HYBRID_SHARD, or pass one group."),
     "hybrid_with_one_group": (
-        lambda: _wrap(TinyMLP(), process_group=dist.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD), ConfigurationError,
+        lambda: _wrap(TinyMLP(), process_group=dist.group.WORLD,
+                      sharding_strategy=ShardingStrategy.HYBRID_SHARD), ConfigurationError,
         "shardwise: a hybrid strategy needs two groups: expected process_group=(shard group, replicate "
         "group), got ProcessGroup. Pass a pair, or a device_mesh of two dims."),
     "hybrid_without_groups": (
@@ -205,7 +200,7 @@ def test_every_text() -> None:
 def test_texts_that_name_objects() -> None:
     """Those with an address or a device in them."""
     expected = {
-        "mixed_devices": "parameters on the meta device have no values to shard ('1.weight', '1.bias')",
+        "mixed_devices": "some parameters of the unit are on the meta device ('1.weight', '1.bias') and others",
         "reshard": "reshard_after_forward has the wrong type: expected True, False",
         "mesh": "mesh has the wrong type: expected a DeviceMesh, got int.",
         "placement": "shard_placement_fn is not supported: shards are whole rows of dim 0: got <function",
