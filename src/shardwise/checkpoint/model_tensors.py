@@ -17,7 +17,7 @@ from ..engine.unit import Unit
 from ..errors import CheckpointError
 from ..storage.flat_storage import FLAT, FlatStorage
 from ..storage.sharded_parameter import home_of
-from ..torch_private import is_persistent_buffer
+from ..torch_private import buffer_table, is_persistent_buffer
 
 __all__ = ["ModelTensor", "clean_name", "local_rows", "model_tensors", "settle"]
 
@@ -133,13 +133,13 @@ def _flat_parameters(units: list[Unit]) -> dict[int, list[tuple[str, tuple[FlatS
 
 def _buffer_homes(units: list[Unit]) -> dict[int, tuple[Unit, str]]:
     """By the dict that a module shares with its wrapper."""
-    return {id(module._buffers): (unit, prefix) for unit in units for prefix, module in unit.own_modules}
+    return {id(buffer_table(module)): (unit, prefix) for unit in units for prefix, module in unit.own_modules}
 
 
 def _buffers(module: nn.Module, homes: dict[int, tuple[Unit, str]]
              ) -> Iterator[tuple[str, Tensor, ModelTensor]]:
     """Persistent buffers with the values that the user registered, not those cast for computation."""
-    unit, prefix = homes.get(id(module._buffers), (None, ""))
+    unit, prefix = homes.get(id(buffer_table(module)), (None, ""))
     for name, now in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_persistent_buffer(module, name):
             exact = unit.buffers.exact(f"{prefix}.{name}" if prefix else name) if unit is not None else None

@@ -5,7 +5,7 @@ For each parameter and key the state is one of
     {"like": dtype}                     a tensor shaped like the parameter, sharded like it
     {"value": ...}                      a number, None, or a 0-d tensor
     {"whole": [dtype, shape]}           a tensor of another shape, the same on all ranks
-    {"parts": {rank: [dtype, shape]}}   a tensor of another shape that each shard has its own of
+    {"parts": {rank: [dtype, shape, span]}}   the same, but each rank has one for its rows (start, stop)
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class OptimizerState:
         self.described: Described = {"groups": groups, "state": state}
 
     def merge(self, everyone: Sequence[Described]) -> None:
-        """Take in what the other ranks hold: one without rows of a parameter may have no state of it."""
+        """Take in what the other ranks hold: one without rows of a parameter may leave it out."""
+        self.described["groups"] = _merge_groups([one["groups"] for one in everyone])
         merged: dict[str, dict[str, Any]] = {}
         for one in everyone:
             for fqn, keys in one["state"].items():
@@ -111,6 +112,16 @@ class OptimizerState:
             for key, kind in keys.items():
                 _add(contents, f"{fqn}.{key}", kind, self._shapes[fqn], self._items.get((fqn, key)), rank)
         return contents
+
+
+def _merge_groups(everyone: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    options = [[group["options"] for group in groups] for groups in everyone]
+    if any(one != options[0] for one in options):
+        raise CheckpointError("ranks hold optimizers with other groups or options", expected=options[0],
+                              got=next(one for one in options if one != options[0]),
+                              remedy="Build the optimizer alike on every rank.")
+    return [{"params": list(dict.fromkeys(name for group in alike for name in group["params"])),
+             "options": alike[0]["options"]} for alike in zip(*everyone, strict=True)]
 
 
 def _describe_group(group: dict[str, Any], pairs: list[tuple[nn.Parameter, list[ModelTensor]]]) -> Any:
@@ -154,7 +165,8 @@ def _describe(item: _Item) -> dict[str, Any]:
         return {"like": name}
     if storage is None or storage.world_size == 1:
         return {"whole": [name, list(value.shape)]}
-    return {"parts": {str(storage.rank): [name, list(value.shape)]}}
+    span = [item.tensor.start, item.tensor.start + item.tensor.values.numel()]
+    return {"parts": {str(storage.rank): [name, list(value.shape), span]}}
 
 
 def _add(contents: Contents, name: str, kind: dict[str, Any], shape: tuple[int, ...],
@@ -169,7 +181,7 @@ def _add(contents: Contents, name: str, kind: dict[str, Any], shape: tuple[int, 
         dtype, size = kind["whole"]
         contents.add(Entry(name, getattr(torch, dtype), tuple(size)), 0, values.detach(), mine=writes)
     elif "parts" in kind:
-        for place, (dtype, size) in sorted(kind["parts"].items(), key=lambda pair: int(pair[0])):
+        for place, (dtype, size, _) in sorted(kind["parts"].items(), key=lambda pair: int(pair[0])):
             here = writes and storage is not None and storage.rank == int(place)
             contents.add(Entry(f"{name}.shard{place}", getattr(torch, dtype), tuple(size)), 0,
                          values.detach(), mine=here)

@@ -33,25 +33,14 @@ class OptimizerRestore:
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         owned = owners_by_parameter(tensors, optimizer)
-        self._alias = {name: tensor.names for tensor in tensors for name in tensor.names}
         if strict:
-            self._require_same({t.fqn for group in owned for _, owners in group for t in owners})
+            _require_same(tensors, [t for group in owned for _, owners in group for t in owners], described)
         for group, pairs in zip(optimizer.param_groups, owned, strict=True):
             self._groups.append(self._options(group, [t for _, owners in pairs for t in owners]))
             for parameter, owners in pairs:
                 state = self._plan(parameter, owners)
                 if state:
                     self._state[parameter] = state
-
-    def _require_same(self, present: set[str]) -> None:
-        saved = {name for group in self._described["groups"] for name in group["params"]}
-        known = {name for fqn in present for name in self._alias[fqn]}
-        added, gone = sorted(n for n in present if not saved & set(self._alias[n])), sorted(saved - known)
-        if added or gone:
-            raise CheckpointError(
-                "the optimizer has other parameters than the saved one",
-                got=f"new: {added[:4] or 'none'}; gone: {gone[:4] or 'none'}",
-                remedy="Give it the ones that it had, or pass strict=False: new ones start without state.")
 
     def _options(self, group: dict[str, Any], tensors: list[ModelTensor]) -> dict[str, Any]:
         """The saved options of the group that its parameters were in; its own where they were in none."""
@@ -79,7 +68,8 @@ class OptimizerRestore:
                 elif "like" in kind:
                     self._plan_like(state, parameter, tensor, (name, key), getattr(torch, kind["like"]))
                 else:
-                    state[key] = self._plan_other(tensor, (name, key), kind, parameter.device)
+                    other = self._plan_other(tensor, (name, key), kind, parameter.device)
+                    state |= {key: other} if other is not None else {}
         return state
 
     def _plan_like(self, state: dict[str, Any], parameter: nn.Parameter, tensor: ModelTensor,
@@ -96,17 +86,24 @@ class OptimizerRestore:
         self.targets.append(Target(located, tensor.start, rows))
 
     def _plan_other(self, tensor: ModelTensor, place: tuple[str, str], kind: dict[str, Any],
-                    device: torch.device) -> Tensor:
-        name, storage = ".".join(place), tensor.storage
-        sharded = storage is not None and storage.world_size > 1
-        if ("parts" in kind) != sharded or (storage is not None and sharded and (
-                kind["parts"].keys() != {str(rank) for rank in range(storage.world_size)})):
+                    device: torch.device) -> Tensor | None:
+        """State of another shape: whole, or the part of the same rows; None where this rank has no rows."""
+        name, span = ".".join(place), [tensor.start, tensor.start + tensor.values.numel()]
+        sharded = tensor.storage is not None and tensor.storage.world_size > 1
+        if sharded and "parts" in kind:
+            rank = next((rank for rank, (_, _, rows) in kind["parts"].items() if rows == span), None)
+            if rank is None and not tensor.values.numel():
+                return None
+            found = f"{name}.shard{rank}" if rank is not None else None
+        else:
+            found = name if "whole" in kind and not sharded else None
+        if found is None:
             raise CheckpointError(
                 "state that is not shaped like its parameter cannot be cut for other ranks", fqn=name,
-                got=f"{len(kind.get('parts', ())) or 1} parts",
-                expected=f"{storage.world_size if storage is not None else 1} parts",
+                expected=f"elements {span[0]} to {span[1]} as one part",
+                got=", ".join(f"{a} to {b}" for _, _, (a, b) in kind.get("parts", {}).values()) or "all",
                 remedy="Load it with as many ranks as saved it, or load the model without the optimizer.")
-        located = self._locate(f"{name}.shard{storage.rank}" if sharded and storage is not None else name)
+        located = self._locate(found)
         values = torch.empty(located.entry.shape, dtype=located.entry.dtype, device=device)
         self.targets.append(Target(located, 0, values))
         return values
@@ -129,6 +126,19 @@ class OptimizerRestore:
             now = self._optimizer.state[parameter]
             now.update({key: value for key, value in values.items()
                         if isinstance(value, Tensor) and now[key].dtype != value.dtype})
+
+
+def _require_same(tensors: list[ModelTensor], present: list[ModelTensor], described: Described) -> None:
+    """The optimizer's parameters against the saved one's. Those without rows here may be left out."""
+    saved = {name for group in described["groups"] for name in group["params"]}
+    excused = {name for tensor in tensors if not tensor.values.numel() for name in tensor.names}
+    known = {name for tensor in present for name in tensor.names}
+    added, gone = [t.fqn for t in present if not saved & set(t.names)], sorted(saved - known - excused)
+    if added or gone:
+        raise CheckpointError(
+            "the optimizer has other parameters than the saved one",
+            got=f"new: {added[:4] or 'none'}; gone: {gone[:4] or 'none'}",
+            remedy="Give it the ones that it had, or pass strict=False: new ones start without state.")
 
 
 def _no_tensor(name: str) -> Tensor:

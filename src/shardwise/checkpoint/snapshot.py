@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,11 @@ class Snapshot:
         copies = {name: contents.on_host() for name, contents in self.contents.items()}
         return Snapshot(self.files, self.places, copies, self.texts)
 
-    def pieces(self) -> list[tuple[Piece, str, int, Entry]]:
+    def pieces(self) -> Iterator[tuple[Piece, str, int, Entry]]:
         """This rank's pieces with their file, their tensor's first byte there, and its entry."""
-        return [(piece, *self.places[base][piece.name])
-                for base, contents in self.contents.items() for piece in contents.pieces]
+        for base, contents in self.contents.items():
+            for piece in contents.pieces:
+                yield (piece, *self.places[base][piece.name])
 
 
 def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, peers: Peers, *,
