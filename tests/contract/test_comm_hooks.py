@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -116,6 +117,19 @@ def test_U51_what_a_hook_of_ones_own_gets(front: str, strategy: str, rank: int, 
     model.zero_grad()
     with pytest.warns(RuntimeWarning, match="the last backward did not finish"):
         loss(model, points(rank, 4)).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", WRAPPERS)
+def test_U51_C13_a_copy_of_the_model_has_the_hook(front: str, rank: int) -> None:
+    model = shard(TinyMLP(), front, [], "FULL_SHARD")
+    model.register_comm_hook(None, lambda state, full, chunk: chunk.fill_(5.0))
+    copied = copy.deepcopy(model)
+    loss(copied, points(rank, 0)).backward()
+    names = [name for name, _ in TinyMLP().named_parameters()]
+    assert all((gradient == 5.0).all() for gradient in full_gradients(copied, names).values())
+    with pytest.raises(LifecycleError, match="registered already"):
+        copied.register_comm_hook(None, print)
 
 
 @ranks(2)

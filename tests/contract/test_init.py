@@ -21,6 +21,7 @@ from shardwise.frontend import placing
 from shardwise.wrap import ModuleWrapPolicy
 from tests.bed import ranks
 from tests.bed.fronts import FRONTS, WRAPPERS, counted, full_parameters, shard, units
+from tests.bed.pages import script_of
 from tests.bed.parity import assert_same_tensors
 
 
@@ -402,3 +403,8 @@ def test_U81_buckets_are_bounded(rank: int) -> None:
         Wrapper(net, sync_module_states=True, use_orig_params=True)
     sizes = [call.numel * 4 for call in traffic.calls if call.operation == "broadcast"]
     assert sum(sizes) == total and max(sizes) <= 400 and len(sizes) == 4
+
+
+@ranks(2)
+def test_the_page_runs() -> None:
+    exec(compile(script_of("docs/initialisation.md"), "initialisation.md", "exec"), {"__name__": "page"})

@@ -15,20 +15,21 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.lanes import Lanes
-from ..errors import LifecycleError, name_list
+from ..errors import LifecycleError
 from ..plan.lifecycle import Residency, require_move
 from ..plan.options import Precision
 from ..storage.faces import OriginalFace
+from ..storage.filling import leave_meta
 from ..storage.flat_storage import FlatStorage
 from ..storage.global_norm import GradientKind
 from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
-from ..torch_private import in_backward
 from .bind import bind
 from .buffers import UnitBuffers
 from .collect import Collector
 from .gather import Gather
 from .reduce import Groups, Reduced, Reducer
 from .settings import Schedule, Settings
+from .values import require_values
 
 __all__ = ["Unit"]
 
@@ -147,7 +148,7 @@ class Unit:
         """Memory for what is on the meta device, on ``device`` (None: where the unit computes)."""
         for storage in self.storages:
             if storage.on_meta:
-                storage.leave_meta(device or storage.compute_device)
+                leave_meta(storage, device or storage.compute_device)
         self.collector.rebuild()
 
     @property
@@ -184,31 +185,11 @@ class Unit:
         """Begin to gather, unless gathered or under way."""
         if self.residency is Residency.SHARDED:
             if any(storage.widened or storage.on_meta for storage in self.storages):
-                self._require_values()
+                require_values(self.name, self.storages, self.face)
             self._move(Residency.UNSHARDING)
             self.gather.start(self.tag(0))
             if self.observer is not None:
                 self.observer("gather", self.gather.nbytes)
-
-    def _require_values(self) -> None:
-        """Inside a summon a forward may run where the whole values are, and no backward."""
-        meta = [spec.fqn for s in self.storages if s.on_meta
-                for spec, shown in zip(s.layout.parameters, self.face.shown(s), strict=True) if shown.is_meta]
-        if meta:
-            raise LifecycleError(
-                f"parameters on the meta device have no values to compute with ({name_list(meta)})",
-                unit=self.name, expected="materialised parameters", got="meta",
-                remedy="Call shardwise.materialise(model), or model.to_empty(device=...) and initialise "
-                       "them.",
-            )
-        training = torch.is_grad_enabled() or in_backward()
-        if training or not all(storage.whole for storage in self.storages):
-            raise LifecycleError(
-                "a forward that trains, or a backward, inside summon_full_params" if training else
-                "a forward on a rank that summon_full_params(rank0_only=True) left without whole parameters",
-                unit=self.name,
-                remedy="Leave the summon first" + (", or use torch.no_grad()." if training else "."),
-            )
 
     def wait(self) -> None:
         """Finish the gather: the leaves may be read."""

@@ -117,7 +117,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     made.settings = settings
     made.schedule, made.own_modules, made.fqn = unit.schedule, own, unit.fqn
     made.needs = [unit_of(memo[id(owner.modules[0])]) or owner for owner in unit.needs]
-    made.reducer.divide_factor = unit.reducer.divide_factor
+    _copy_communication(unit, made)
     kept = kept_modules((module for _, module in own), unit.policy)
     made.buffers.observe([(name, m) for name, m in own if m not in kept], unit.policy.buffer)
     attach(made, start_session)
@@ -126,6 +126,13 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     install(made, StateDictType.FULL_STATE_DICT, snapshot=state_of(unit).snapshot)
     state_of(made).settings = state_of(unit).settings
     return made
+
+
+def _copy_communication(unit: Unit, made: Unit) -> None:
+    """Transports, hooks and divisors that were set on the unit."""
+    made.gather.comm, made.reducer.groups = unit.gather.comm, unit.reducer.groups
+    made.reducer.divide_factor = unit.reducer.divide_factor
+    made.reducer.comm_hook, made.reducer.all_reduce_hook = unit.reducer.comm_hook, unit.reducer.all_reduce_hook
 
 
 def _copy_storage(storage: FlatStorage, memo: Memo) -> FlatStorage:

@@ -25,6 +25,7 @@ from ..engine.hooks import unit_of
 from ..engine.unit import Unit
 from ..errors import ConfigurationError, OptionTypeError, name_list
 from ..storage.faces import Showing, standing_in
+from ..storage.filling import put_rows
 from ..storage.flat_storage import FlatStorage
 from ..storage.sharded_parameter import give_memory, home_of
 
@@ -160,7 +161,7 @@ class _Task:
         if showing is None:
             give_memory(self.loose[name], value)
         else:
-            showing.storage.put_rows(showing.index, value)
+            put_rows(showing.storage, showing.index, value)
 
     def _check(self, found: dict[str, Any], filled: bool) -> None:
         left = [name for name, value in found.items() if value is None or value.is_meta

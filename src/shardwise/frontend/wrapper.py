@@ -113,19 +113,24 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         if auto_wrap_policy is not None:
             wrap_below(module, options, auto_wrap_policy, (ignored, ignored_parameters),
                        FullyShardedDataParallel)
-        device = move_to_device(module, device_id, ignored, ignored_parameters)
-        how = initialiser_of(options, device, ignored, ignored_parameters)
-        late = not sync_module_states and all_on_meta(module, ignored, ignored_parameters)
+        self._shard(module, options, (ignored, ignored_parameters))
+
+    def _shard(self, module: nn.Module, options: WrapperOptions,
+               ignored: tuple[set[nn.Module], set[nn.Parameter]]) -> None:
+        """Make what is left of ``module`` a unit. One that is on meta gets its values after that."""
+        device = move_to_device(module, options.device_id, *ignored)
+        how = initialiser_of(options, device, *ignored)
+        late = not options.sync_module_states and all_on_meta(module, *ignored)
         if not late:
             materialise_with(module, how)
         both = transports(groups_of(options), device)
-        if sync_module_states:
-            sync_states(module, [c for c in both if c is not None], ignored, ignored_parameters)
-        unit = build_unit([module], choices_of(options, both, device, (ignored, ignored_parameters)))
+        if options.sync_module_states:
+            sync_states(module, [c for c in both if c is not None], *ignored)
+        unit = build_unit([module], choices_of(options, both, device, ignored))
         install(unit, StateDictType.FULL_STATE_DICT, snapshot=True)
         self._adopt(module)
         alias(self, module)
-        if late and not isinstance(param_init_fn, LeftToOuter):
+        if late and not isinstance(options.param_init_fn, LeftToOuter):
             materialise_with(self, how)
 
     def _adopt(self, module: nn.Module) -> None:

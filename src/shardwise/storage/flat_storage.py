@@ -25,7 +25,7 @@ from ..plan.ownership import OwnedParameter
 from ..torch_private import without_torch_function
 from .flat_buffer import FlatBuffer
 from .memory_format import MemoryFormat, format_of
-from .sharded_parameter import enroll, give_memory
+from .sharded_parameter import enroll
 from .visible import Place, Visible
 
 __all__ = ["FLAT", "FlatStorage", "Place", "Visible"]
@@ -118,7 +118,7 @@ class FlatStorage:
     def _take_in(self, dtype: torch.dtype) -> Tensor:
         """A new shard with this rank's slices of the whole parameters."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            shard = self._new_shard(dtype, self.parameters[0].device)
+            shard = self.new_shard(dtype, self.parameters[0].device)
             for index, parameter in enumerate(self.parameters):
                 span = self.layout.span(index, self.rank)
                 flat = self.formats[index].flatten(parameter.data)
@@ -133,7 +133,7 @@ class FlatStorage:
             enroll(entry.parameter, self, index)
             self.point_at_shard(seen)
 
-    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros [S] on ``device``, or on the host if shards are offloaded, pinned for an accelerator."""
         if device.type == "meta":
             return torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -160,29 +160,15 @@ class FlatStorage:
     def rehome(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the shard to another stored dtype or device (``model.to(...)`` after wrapping)."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            fresh = self._new_shard(dtype, device)
+            fresh = self.new_shard(dtype, device)
             for seen in self.visible:
                 self.local_view(seen, fresh).copy_(seen.parameter.data)
         self.settle_in(fresh)
 
-    def leave_meta(self, device: torch.device) -> None:
-        """Zeros on ``device`` for a shard on the meta device. The user's objects stay what they are."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            fresh = self._new_shard(self.shard.dtype, device)
-        for seen in (*self.visible, *self.hidden):
-            give_memory(seen.parameter, self.local_view(seen, fresh).data)
-        self.settle_in(fresh)
-
-    def put_rows(self, index: int, whole: Tensor) -> None:
-        """Keep this rank's rows of a ``whole`` value of parameter ``index``."""
-        span = self.layout.span(index, self.rank)
-        with torch.no_grad():
-            self.shard[span.shard_offset : span.shard_offset + span.numel].copy_(self.rows_of(index, whole))
-
     def renewed(self, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of the shard in memory of its own, in ``dtype``; for ``settle_in``."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self._new_shard(dtype or self.shard.dtype, self.shard.device).copy_(self.shard)
+            return self.new_shard(dtype or self.shard.dtype, self.shard.device).copy_(self.shard)
 
     def settle_in(self, fresh: Tensor) -> None:
         """Let ``fresh`` be the shard. The old memory lives on only where the user holds a view of it."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import WritebackError
 from ..torch_private import without_torch_function
 from .faces import OriginalFace, Showing
+from .filling import leave_meta
 from .flat_storage import FlatStorage
 from .sharded_parameter import enroll, home_of, withdraw
 from .visible import Visible
@@ -141,7 +142,7 @@ def follow_off_meta(face: OriginalFace, storage: FlatStorage) -> bool:
     if any(found is None or found.is_meta for found in shown):
         return False
     values = [fit(storage, _seen(storage, index), found.data) for index, found in enumerate(shown)]
-    storage.leave_meta(values[0].device)
+    leave_meta(storage, values[0].device)
     with torch.no_grad():
         for index, value in enumerate(values):
             storage.local_view(_seen(storage, index)).copy_(value)
