@@ -35,7 +35,7 @@ from .plan.state_options import (
     StateDictSettings,
     StateDictType,
 )
-from .storage.sharded_parameter import is_sharded
+from .storage.sharded_parameter import FlatParameter, ShardedParameter, is_sharded
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -57,6 +58,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
+    "ShardedParameter",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",

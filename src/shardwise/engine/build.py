@@ -16,6 +16,7 @@ from ..plan.ownership import OwnedParameter, Ownership, collect
 from ..storage.faces import FlatFace, OriginalFace
 from ..storage.flat_buffer import BufferPool
 from ..storage.flat_storage import FlatStorage, Place
+from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
 from .direct import show_at_rest
 from .hooks import attach, hooks_of, keep_precision, unit_of
@@ -28,6 +29,10 @@ from .unit import Unit
 __all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
 
 _POOLS: dict[torch.device, BufferPool] = {}
+
+
+#: parameters that make one flat parameter, and whether they keep their dtype in computation
+Kind = tuple[list[OwnedParameter], bool]
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     )
     _check(ownership, modules[0], choices)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
-    storages = [
-        FlatStorage(type(modules[0]).__name__, kind, choices.groups.shard,
-                    choices.precision.for_kept() if is_kept else choices.precision,
-                    Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory))
-        for kind, is_kept in _kinds(ownership.owned, kept)
-    ]
+    storages = _storages(type(modules[0]).__name__, _kinds(ownership.owned, kept), choices)
     face = OriginalFace() if choices.original_parameters else FlatFace()
     for storage in storages:
         for index, entry in enumerate(storage.owned):
@@ -92,6 +92,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     unit.settings, unit.schedule = choices.settings, choices.schedule
     unit.needs = needs
     unit.own_modules = ownership.modules
+    unit.roster = Roster(ownership.modules)
     unit.buffers.observe([(name, module) for name, module in ownership.modules if module not in kept],
                          precision.buffer)
     attach(unit, start_session)
@@ -102,12 +103,19 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
+def _storages(unit: str, kinds: Sequence[Kind], choices: Choices) -> list[FlatStorage]:
+    place = Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory)
+    precision, kept_precision = choices.precision, choices.precision.for_kept()
+    return [FlatStorage(unit, owned, choices.groups.shard, kept_precision if is_kept else precision, place)
+            for owned, is_kept in kinds]
+
+
 def pool_for(device: torch.device) -> BufferPool:
     """The memory that units on ``device`` pass on to each other."""
     return _POOLS.setdefault(device, BufferPool(keep=3))
 
 
-def _kinds(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[tuple[list[OwnedParameter], bool]]:
+def _kinds(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[Kind]:
     """Parameters of the same stored dtype and the same ``requires_grad`` go together. Those that only
     ``kept`` modules have (True) keep their dtype in computation, and go apart from the others."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}

@@ -22,6 +22,7 @@ from ..storage.faces import OriginalFace
 from ..storage.filling import leave_meta
 from ..storage.flat_storage import FlatStorage
 from ..storage.global_norm import GradientKind
+from ..storage.roster import Roster
 from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
 from .bind import bind
 from .buffers import UnitBuffers
@@ -54,6 +55,7 @@ class Unit:
         self.schedule = Schedule()  #: counts where this unit is a root
         self.needs: list[Unit] = []  #: units that own parameters which this one borrows
         self.residency = Residency.SHARDED
+        self.asked = False  #: the user called unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.outstanding = 0  #: forwards whose backward has not run yet
         self.before: Unit | None = None  #: the unit whose forward ended before this one's
@@ -61,6 +63,7 @@ class Unit:
         self.unwatched = False  #: the end of a backward was guessed: gradients wait for the end of the pass
         self.observer: Callable[[str, int], None] | None = None  #: told of gather, free, reduce; bytes
         self.own_modules: list[tuple[str, nn.Module]] = []
+        self.roster = Roster()  #: set once the modules are as they will stay
         self.buffers = UnitBuffers()
         self.gather = Gather(storages, groups.shard, lanes)
         self.reducer = Reducer(groups, lanes)
@@ -124,6 +127,7 @@ class Unit:
                 owner = self.owning(storage)
                 if owner is not None and owner is not self and owner not in self.needs:
                     self.needs.append(owner)
+        self.roster.check(self.name, self.groups.shard.rank)
         for storage in self.storages:
             before = storage.leaves
             edited |= take_over_edits(storage)

@@ -23,6 +23,7 @@ from ..plan.ownership import OwnedParameter, Slot
 from ..plan.state_options import StateDictType
 from ..storage.faces import FlatFace
 from ..storage.flat_storage import FlatStorage
+from ..storage.roster import Roster
 from .summon import is_summoned
 
 __all__ = ["copy_module", "refuse_pickling"]
@@ -116,6 +117,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     made = Unit(modules, storages, face, unit.groups, unit.lanes, unit.policy)
     made.settings = settings
     made.schedule, made.own_modules, made.fqn = unit.schedule, own, unit.fqn
+    made.roster = Roster(own)
     made.needs = [unit_of(memo[id(owner.modules[0])]) or owner for owner in unit.needs]
     _copy_communication(unit, made)
     kept = kept_modules((module for _, module in own), unit.policy)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import LifecycleError
 from ..torch_private import mark_foreach_supported, without_torch_function
 from .flat_storage import FlatStorage
-from .sharded_parameter import ShardedParameter, home_of
+from .sharded_parameter import FlatParameter, ShardedParameter, home_of
 
 __all__ = ["GuardedParameter", "guard", "unguard"]
 
@@ -41,6 +41,14 @@ class GuardedParameter(ShardedParameter):
         if any(True for _ in _tensors(result, culprit)):
             raise _refusal(culprit, func)
         return result
+
+
+class GuardedFlatParameter(GuardedParameter, FlatParameter):
+    """The same for a flat parameter."""
+
+
+_GUARDED: dict[type, type] = {ShardedParameter: GuardedParameter, FlatParameter: GuardedFlatParameter}
+_CHEAP: dict[type, type] = {guarded: cheap for cheap, guarded in _GUARDED.items()}
 
 
 def _guarded(values: Iterable[Any]) -> Any:
@@ -84,16 +92,14 @@ def guard(storages: Iterable[FlatStorage]) -> None:
     for storage in storages:
         if not storage.whole:
             for parameter in _objects(storage):
-                if type(parameter) is ShardedParameter:
-                    parameter.__class__ = GuardedParameter
+                parameter.__class__ = _GUARDED.get(type(parameter), type(parameter))
 
 
 def unguard(storages: Iterable[FlatStorage]) -> None:
     """Back to the cheap class."""
     for storage in storages:
         for parameter in _objects(storage):
-            if type(parameter) is GuardedParameter:
-                parameter.__class__ = ShardedParameter
+            parameter.__class__ = _CHEAP.get(type(parameter), type(parameter))
 
 
 def _objects(storage: FlatStorage) -> Iterable[Any]:
@@ -109,3 +115,4 @@ _READS: frozenset[Any] = frozenset({
 })
 
 mark_foreach_supported(GuardedParameter)
+mark_foreach_supported(GuardedFlatParameter)

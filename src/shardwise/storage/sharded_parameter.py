@@ -20,7 +20,7 @@ from .global_norm import ShardedGradient
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
 
-__all__ = ["ShardedParameter", "enroll", "give_memory", "home_of", "is_sharded", "withdraw"]
+__all__ = ["FlatParameter", "ShardedParameter", "enroll", "give_memory", "home_of", "is_sharded", "withdraw"]
 
 # parameter object -> (weakly, the storage that holds it; its index there)
 _HOMES: Any = WeakIdKeyDictionary()
@@ -69,6 +69,32 @@ class ShardedParameter(nn.Parameter):
         return memo[id(self)]
 
 
+class FlatParameter(ShardedParameter):
+    """The flat parameter of ``use_orig_params=False``: this rank's slice of several parameters."""
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names of the original parameters below the unit's module, in the order of ``shapes``."""
+        return tuple(spec.fqn for spec in _home(self)[0].layout.parameters)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Their whole shapes."""
+        return tuple(torch.Size(spec.shape) for spec in _home(self)[0].layout.parameters)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each begins in ``full_tensor()``, in elements."""
+        return _home(self)[0].layout.offsets
+
+    @property
+    def local_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements of this flat parameter that each has on this rank; empty where it has none."""
+        storage = _home(self)[0]
+        spans = [storage.layout.span(index, storage.rank) for index in range(len(storage.parameters))]
+        return tuple((span.shard_offset, span.shard_offset + span.numel) for span in spans)
+
+
 def _home(parameter: nn.Parameter) -> tuple[FlatStorage, int]:
     home = home_of(parameter)
     if home is None:
@@ -83,7 +109,7 @@ def enroll(parameter: nn.Parameter, storage: FlatStorage, index: int) -> None:
     """Note that ``storage`` holds ``parameter``, and give the object its sharded class."""
     _HOMES[parameter] = (weakref.ref(storage), index)
     if type(parameter) is nn.Parameter:
-        parameter.__class__ = ShardedParameter
+        parameter.__class__ = ShardedParameter if index >= 0 else FlatParameter
 
 
 def withdraw(parameter: nn.Parameter) -> None:
@@ -125,3 +151,4 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 mark_foreach_supported(ShardedParameter)
+mark_foreach_supported(FlatParameter)
