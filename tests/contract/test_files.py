@@ -144,10 +144,8 @@ def test_strategies(strategy: str, rank: int, tmp_path: Path) -> None:
 def test_hybrid(front: str, rank: int, tmp_path: Path) -> None:
     """U68: two replicas share the writing; a plain model reads it."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    if front == "orig":
-        model = odd(front, strategy="HYBRID_SHARD", device_mesh=mesh)
-    else:
-        model = odd(front, mesh=mesh)
+    hybrid = {"strategy": "HYBRID_SHARD", "device_mesh": mesh} if front == "orig" else {"mesh": mesh}
+    model = odd(front, **hybrid)
     optimizer = adamw(model)
     train(model, optimizer, 0, range(1))
     checkpoint.save(tmp_path / "saved", model, optimizer)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch import nn
 
 from shardwise import checkpoint, fully_shard
@@ -70,7 +71,7 @@ def serve(rank: int, folder: Path, step: int, victim: int, call: int, after: boo
     try:
         checkpoint.save(path, model, extra=step + 1)
     except CheckpointError as error:
-        assert "saving" in str(error)
+        assert "failed" in str(error)
     os._exit(0)
 
 
@@ -106,5 +107,6 @@ def test_a_rank_dies_during_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.fuzz
+@pytest.mark.skipif(settings().max_examples < 1000, reason="long: run by make fuzz")
 def test_a_rank_dies_during_one_of_fifty_saves(tmp_path: Path) -> None:
     kill_and_check(tmp_path, 50, seed=1)

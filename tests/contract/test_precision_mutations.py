@@ -31,8 +31,9 @@ def _all_modules(self: UnitBuffers, modules: Observed, dtype: torch.dtype | None
     for prefix, module in modules:
         for name, inner in module.named_modules():
             known = _ModuleBuffers(inner._buffers, dtype, weakref.ref(self))
-            known.note()
+            known.note_all()
             buffers._MODULES[inner] = self._modules[".".join(filter(None, (prefix, name)))] = known
+            self._mixed += [(known, dtype)] if dtype is not None else []
 
 
 def _any_dtype(self: UnitBuffers) -> Iterator[tuple[CastBuffer, torch.dtype]]:

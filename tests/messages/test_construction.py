@@ -201,7 +201,7 @@ def test_texts_that_name_objects() -> None:
     """Those with an address or a device in them."""
     expected = {
         "mixed_devices": "some parameters of the unit are on the meta device ('1.weight', '1.bias') and others",
-        "reshard": "reshard_after_forward has the wrong type: expected True, False",
+        "reshard": "reshard_after_forward has the wrong type: expected bool, int or None",
         "mesh": "mesh has the wrong type: expected a DeviceMesh, got int.",
         "placement": "shard_placement_fn is not supported: shards are whole rows of dim 0: got <function",
     }

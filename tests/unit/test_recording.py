@@ -168,6 +168,7 @@ def _first_mark_counts(residents: Residents, unit: Unit) -> None:
     """What ``release`` must not do: keep the mark of an earlier use."""
     if unit.residency is not Residency.SHARDED:
         residents._behind.setdefault(unit, residents._lanes.compute.mark())
+        residents.drain(keep=1)
 
 
 def _not_at_once(gather: Gather, *, after: object = None) -> None:
@@ -177,7 +178,6 @@ def _not_at_once(gather: Gather, *, after: object = None) -> None:
 
 def _keeps_waiting(residents: Residents, unit: Unit) -> None:
     """A unit that is gathered again does not leave the queue of those that are freed."""
-    residents.drain(keep=1)
     for owner in (unit, *unit.needs):
         owner.unshard()
 
@@ -245,6 +245,6 @@ def test_a_mark_covers_only_what_came_before_it() -> None:
 
 def test_freed_memory_must_not_be_touched() -> None:
     with recorded() as recorder:
-        model, units = build(SCHEDULES["pre"])
+        _model, units = build(SCHEDULES["pre"])
         with pytest.raises(Race, match="touches memory that was freed"):
             recorder.lanes.compute.note("read", reads=units[0].gather.buffers)

@@ -79,6 +79,8 @@ def rekey(
             remedy="Pass the model and optimizer that the state dict belongs to.")
     result: dict[str, Any] = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
     if groups is not None:
+        by_position = to is OptimStateKeyType.PARAM_ID
         result["param_groups"] = [
-            {**group, "params": [keys[key] for key in group["params"]]} for group in groups]
+            {**group, "params": (sorted if by_position else list)(keys[key] for key in group["params"])}
+            for group in groups]
     return result

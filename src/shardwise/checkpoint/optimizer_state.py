@@ -57,12 +57,16 @@ def optimizer_state(
 
 
 def _groups(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    owned = owners_by_parameter(tensors, optimizer)
-    return [
-        {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-         "params": [tensor.fqn for _, owners in pairs for tensor in owners]}
-        for group, pairs in zip(optimizer.param_groups, owned, strict=True)
-    ]
+    """The groups with names; those behind flat parameters in the order of the model."""
+    place = {tensor.fqn: number for number, tensor in enumerate(tensors)}
+    groups: list[dict[str, Any]] = []
+    for group, pairs in zip(optimizer.param_groups, owners_by_parameter(tensors, optimizer), strict=True):
+        names = [tensor.fqn for _, owners in pairs for tensor in owners]
+        if any(len(owners) > 1 for _, owners in pairs):
+            names.sort(key=place.__getitem__)
+        options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": names})
+    return groups
 
 
 class _Values:

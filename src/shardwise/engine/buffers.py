@@ -70,15 +70,20 @@ class _ModuleBuffers:
     owner: weakref.ref[UnitBuffers]
     noted: dict[str, CastBuffer] = field(default_factory=dict[str, CastBuffer])
 
-    def note(self) -> None:
+    def note(self, name: str, now: Tensor) -> CastBuffer:
         """Take in what is registered; the dtype of what is not cast is the original one."""
+        entry = self.noted.get(name)
+        if entry is None:
+            entry = self.noted[name] = CastBuffer(self.table, name, now.dtype)
+        elif entry.original is None:
+            entry.dtype = now.dtype
+        return entry
+
+    def note_all(self) -> None:
+        """The same for every floating-point buffer."""
         for name, now in self.table.items():
             if now is not None and now.is_floating_point():
-                entry = self.noted.get(name)
-                if entry is None:
-                    self.noted[name] = CastBuffer(self.table, name, now.dtype)
-                elif entry.original is None:
-                    entry.dtype = now.dtype
+                self.note(name, now)
 
 
 _MODULES: weakref.WeakKeyDictionary[nn.Module, _ModuleBuffers] = weakref.WeakKeyDictionary()
@@ -89,6 +94,7 @@ class UnitBuffers:
 
     def __init__(self) -> None:
         self._modules: dict[str, _ModuleBuffers] = {}
+        self._mixed: list[tuple[_ModuleBuffers, torch.dtype]] = []  #: those with a dtype for computation
         self.suspended = False  #: they stay as they were registered (full precision)
 
     def observe(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
@@ -97,8 +103,10 @@ class UnitBuffers:
             known = _MODULES.get(module)
             if known is None or known.owner() is None:
                 known = _MODULES[module] = _ModuleBuffers(module._buffers, dtype, weakref.ref(self))
-            known.note()
+            known.note_all()
             self._modules[prefix] = known
+            if known.dtype is not None:
+                self._mixed.append((known, known.dtype))
 
     @property
     def original_dtypes(self) -> dict[str, torch.dtype]:
@@ -118,16 +126,10 @@ class UnitBuffers:
 
     def to_cast(self) -> Iterator[tuple[CastBuffer, torch.dtype]]:
         """Buffers whose dtype is not the one for computation, with that one."""
-        if self.suspended:
-            return
-        for module in self._modules.values():
-            if module.dtype is None or not module.table:
-                continue
-            module.note()
-            for entry in module.noted.values():
-                now = entry.now
-                if now is not None and now.is_floating_point() and now.dtype is not module.dtype:
-                    yield entry, module.dtype
+        for module, dtype in self._mixed if not self.suspended else ():
+            for name, now in module.table.items():
+                if now is not None and now.dtype is not dtype and now.is_floating_point():
+                    yield module.note(name, now), dtype
 
     def for_compute(self) -> None:
         """Cast what the policy names. Safe to call again."""

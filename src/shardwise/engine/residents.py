@@ -32,7 +32,6 @@ class Residents:
         """Begin to gather ``unit`` and the units that it borrows from."""
         for owner in (unit, *unit.needs):
             self._behind.pop(owner, None)  # wanted again before it was freed
-        self.drain(keep=1 if self._schedule.limit else 3)
         for owner in (unit, *unit.needs):
             owner.unshard()
 
@@ -63,6 +62,7 @@ class Residents:
         elif unit.residency is not Residency.SHARDED:
             self._behind.pop(unit, None)  # an earlier mark would be too early
             self._behind[unit] = self._lanes.compute.mark()
+            self.drain(keep=1 if self._schedule.limit else 3)
 
     def drain(self, *, keep: int) -> None:
         """Free the units that were let go, all but the last ``keep``, behind their last use."""

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from ..comm.lanes import Lanes
 from ..plan.lifecycle import Pass, require_move
@@ -102,6 +101,7 @@ class Session:
         if edited:
             self.residents.follow_user()
         self.use(unit)
+        unit.asked = False
         self.open.append(unit)
         if self.pass_ is Pass.FORWARD:
             self._prefetch_forward(unit)
@@ -115,7 +115,7 @@ class Session:
         for unit in self.units:
             unit.before = None
             unit.gather.forget()
-            if unit.settings.reshard_after_backward:
+            if unit.settings.reshard_after_backward and not unit.asked:
                 unit.reshard()
         self.residents.follow_user()
         for unit in kept:  # a graph of gradients still reads it
@@ -156,7 +156,8 @@ class Session:
         self.residents.give_up()
         for unit in self.units:
             # gathered ahead and never used
-            if unit.uses == 0 and unit.settings.reshard_after_forward and unit is not self.root:
+            idle = unit.uses == 0 and not unit.asked
+            if idle and unit.settings.reshard_after_forward and unit is not self.root:
                 self.residents.release(unit)
         if not torch.is_grad_enabled():
             self.residents.drain(keep=0)
@@ -293,8 +294,3 @@ class Session:
                 "shardwise: the last backward did not finish, so gradients may hold part of a step; "
                 "call zero_grad() before the next one", RuntimeWarning, stacklevel=5,
             )
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the root unit."""
-        return self.root.modules

@@ -70,6 +70,7 @@ class FSDPModule(CommunicationMethods):
         unit, session = unit_at(module), session_at(module)
         unit.take_over_edits()
         session.gather(unit)
+        unit.asked = True
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -84,6 +85,7 @@ class FSDPModule(CommunicationMethods):
         if unit.uses:
             raise LifecycleError("cannot reshard a unit that is in use", unit=unit.name,
                                  remedy="Call reshard() outside forward and backward.")
+        unit.asked = False
         unit.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

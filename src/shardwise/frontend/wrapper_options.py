@@ -46,7 +46,10 @@ class WrapperOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """For a nested wrapper."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.sharding_strategy.is_hybrid and self.process_group is None and self.device_mesh is None:
+            arguments["process_group"] = groups_of(self)  # those that are made by default
+        return arguments
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
