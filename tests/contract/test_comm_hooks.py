@@ -20,6 +20,7 @@ from shardwise.errors import ConfigurationError, LifecycleError, OptionTypeError
 from tests.bed import ranks
 from tests.bed.fronts import FRONTS, WRAPPERS, full_gradients, over_the_group, shard, units
 from tests.bed.models import TinyMLP, loss, points
+from tests.bed.pages import script_of
 from tests.bed.traffic import CountingCollectives
 from tests.bed.training import Twins
 
@@ -253,7 +254,7 @@ def test_methods_without_a_choice_say_so() -> None:
 
 @ranks(2)
 def test_every_method_of_torchs_module_is_there() -> None:
-    """And every name that its package exports, but for one that is refused (the migration page says why)."""
+    """And every name that its package exports, but for one that is refused (docs/communication.md says why)."""
     from torch.distributed import fsdp
 
     def named(kind: type) -> set[str]:
@@ -347,3 +348,8 @@ def test_C28_U66_optimizer_in_backward(front: str, strategy: str, rank: int, wor
         reference.step()
         reference.zero_grad()
         twins.check_parameters()
+
+
+@ranks(2)
+def test_the_page_runs() -> None:
+    exec(compile(script_of("docs/communication.md"), "communication.md", "exec"), {"__name__": "page"})
