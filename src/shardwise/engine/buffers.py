@@ -111,6 +111,8 @@ class UnitBuffers:
     @property
     def original_dtypes(self) -> dict[str, torch.dtype]:
         """The original dtype of each floating-point buffer."""
+        for module in self._modules.values():
+            module.note_all()
         return {f"{prefix}.{name}" if prefix else name: entry.dtype
                 for prefix, module in self._modules.items() for name, entry in module.noted.items()}
 
