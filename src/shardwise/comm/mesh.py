@@ -61,7 +61,18 @@ def groups_of_mesh(mesh: DeviceMesh, *, hybrid: bool) -> GroupPair:
     )
 
 
+_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary())
 _NEIGHBOURS: weakref.WeakKeyDictionary[Collectives, dict[int, Collectives]] = weakref.WeakKeyDictionary()
+
+
+def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these ranks, which alone make it; once, since names and store keys are reused."""
+    made = _SUBGROUPS.setdefault(default_group(), {})
+    if members not in made:
+        group = dist.new_group(list(members), use_local_synchronization=True)
+        made[members] = cast("dist.ProcessGroup", group)
+    return made[members]
 
 
 def neighbours(comm: Collectives, size: int, device: torch.device) -> Collectives:
@@ -70,8 +81,7 @@ def neighbours(comm: Collectives, size: int, device: torch.device) -> Collective
     if size not in known:
         first = comm.rank // size * size
         if comm.real:
-            group = dist.new_group(list(comm.members[first : first + size]), use_local_synchronization=True)
-            known[size] = collectives_for(cast("dist.ProcessGroup", group), device)
+            known[size] = collectives_for(_group_of(comm.members[first : first + size]), device)
         else:
             known[size] = SimulatedCollectives(comm.rank - first, size)
     return known[size]
