@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoint.model_tensors import clean_name
 from ..engine.build import session_of, start_session, units_below
 from ..engine.hooks import unit_of
 from ..engine.session import Session
@@ -165,10 +166,16 @@ class FSDPModule(CommunicationMethods):
         return refuse_pickling(module)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; after a failed backward, the parameters at rest."""
+        """As of any module, without checkpoint wrappers; after a failed backward, at rest."""
         module: Any = self
         settle(module)
-        yield from super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        named: Any = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        yield from ((clean_name(name), parameter) for name, parameter in named)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module, without checkpoint wrappers."""
+        named: Any = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        yield from ((clean_name(name), buffer) for name, buffer in named)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``cuda`` …: from rest, and honoured at the next forward."""

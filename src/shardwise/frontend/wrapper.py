@@ -6,8 +6,7 @@ the whole migration.
 The wrapper is a second face of the module that it wraps, not a level above it: both objects
 share the dicts in which a module keeps its parameters, buffers, children and hooks. So names
 never carry a prefix, at any depth, in ``named_parameters``, ``named_buffers``, ``state_dict`` or
-``load_state_dict``, whoever asks, and nothing has to clean them.
-"""
+``load_state_dict``, whoever asks."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.model_state import install
+from ..checkpoint.model_tensors import clean_name
 from ..comm.mesh import transports
 from ..engine.build import build_unit
 from ..engine.hooks import alias, unit_of
@@ -194,9 +194,13 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the wrapped module; after a failed backward, the parameters at rest."""
+        """As of the wrapped module, without checkpoint wrappers; after a failed backward, at rest."""
         settle(self.module)
-        yield from super().named_parameters(*args, **kwargs)
+        yield from ((clean_name(name), p) for name, p in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The same for buffers."""
+        yield from ((clean_name(name), b) for name, b in super().named_buffers(*args, **kwargs))
 
     def train(self, mode: bool = True) -> FullyShardedDataParallel:
         """Set the training mode here and below."""
