@@ -53,7 +53,7 @@ class Trained:
         return full_gradients(self.model, NAMES)
 
 
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("front", FRONTS)
 def test_C31_evaluation_in_full_precision(front: str, strategy: str, rank: int) -> None:
@@ -80,7 +80,7 @@ def test_C31_without_it_evaluation_is_mixed_like_training(rank: int) -> None:
     assert run.inside.third.dtype is BF16
 
 
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("front", FRONTS)
 def test_C31_gradients_in_full_precision(front: str, rank: int, world: int) -> None:
     run = Trained(front, rank)
