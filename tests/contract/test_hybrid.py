@@ -236,7 +236,6 @@ def test_U59_a_parameter_that_one_rank_used_in_an_early_micro_batch(rank: int) -
     assert_same_tensors(full_gradients(model, names), expected, "gradient", rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skip(reason="making a subgroup of the same ranks after other groups can hang in new_group; to be mended")
 @ranks(4)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_U49_parts_are_kept_after_forward(mixed: bool, rank: int) -> None:
@@ -262,7 +261,7 @@ def test_U49_parts_are_kept_after_forward(mixed: bool, rank: int) -> None:
         traffic.clear()
         value.backward()
         assert shardwise.memory_of(model).gathered == 0
-    assert traffic.wire_bytes("all_gather") == whole / 2  # among two, not among four
+    assert traffic.count("all_gather") == 0  # neighbours send each other what they kept
     plain(_data(0)).square().mean().backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     assert_same_tensors(full_gradients(model, list(expected)), expected, "gradient", bitwise=True)
@@ -277,7 +276,6 @@ class _Cast(nn.Module):
         return x.to(self.dtype)
 
 
-@pytest.mark.skip(reason="making a subgroup of the same ranks after other groups can hang in new_group; to be mended")
 @ranks(4)
 def test_U49_training_sees_every_step_of_the_optimizer(rank: int) -> None:
     model = _model()
@@ -295,7 +293,6 @@ def test_U49_training_sees_every_step_of_the_optimizer(rank: int) -> None:
     _expect_as_unsharded(model, 4)
 
 
-@pytest.mark.skip(reason="making a subgroup of the same ranks after other groups can hang in new_group; to be mended")
 @ranks(4)
 def test_U49_one_and_all_are_the_plain_choices(rank: int) -> None:
     for number, choice in ((1, False), (4, True)):

@@ -5,7 +5,6 @@ A mesh has one dim (the shard group) or two (replicate outside, shard inside: hy
 
 from __future__ import annotations
 
-import weakref
 from typing import cast
 
 import torch
@@ -17,7 +16,7 @@ from .choose import collectives_for
 from .collectives import Collectives
 from .simulated import SimulatedCollectives
 
-__all__ = ["GroupPair", "default_group", "groups_of_mesh", "neighbours", "require_process_group", "transports"]
+__all__ = ["GroupPair", "default_group", "groups_of_mesh", "require_process_group", "transports"]
 
 GroupPair = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 """(shard group, replicate group); None stands for this rank alone."""
@@ -59,32 +58,6 @@ def groups_of_mesh(mesh: DeviceMesh, *, hybrid: bool) -> GroupPair:
         "the mesh has a number of dims that cannot be sharded over", expected="1, or 2 for hybrid sharding",
         got=dims, remedy="Slice the mesh: mesh['shard'] or mesh['replicate', 'shard'].",
     )
-
-
-_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary())
-_NEIGHBOURS: weakref.WeakKeyDictionary[Collectives, dict[int, Collectives]] = weakref.WeakKeyDictionary()
-
-
-def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these ranks, which alone make it; once, since names and store keys are reused."""
-    made = _SUBGROUPS.setdefault(default_group(), {})
-    if members not in made:
-        group = dist.new_group(list(members), use_local_synchronization=True)
-        made[members] = cast("dist.ProcessGroup", group)
-    return made[members]
-
-
-def neighbours(comm: Collectives, size: int, device: torch.device) -> Collectives:
-    """The group of ``size`` consecutive ranks of ``comm`` that this rank is in; made once."""
-    known = _NEIGHBOURS.setdefault(comm, {})
-    if size not in known:
-        first = comm.rank // size * size
-        if comm.real:
-            known[size] = collectives_for(_group_of(comm.members[first : first + size]), device)
-        else:
-            known[size] = SimulatedCollectives(comm.rank - first, size)
-    return known[size]
 
 
 def transports(

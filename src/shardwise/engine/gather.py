@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm.collectives import DONE, Collectives, Handle
 from ..comm.lanes import Lanes
+from ..comm.neighbours import Neighbours
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage
 from ..torch_private import no_gradients
@@ -31,7 +32,7 @@ class Gather:
         self._staging: FlatBuffer | None = None
         self._handle: Handle = DONE
         self._ready: object = None
-        self.small: Collectives | None = None  #: after forward a part is kept, to be gathered in this group
+        self.small: Neighbours | None = None  #: after forward a part is kept, to be gathered among these
         self.keeping = False  #: keep such a part when the memory is freed next
         self._kept: list[Tensor] | None = None
 
@@ -74,7 +75,7 @@ class Gather:
                 storage.buffer.allocate()  # pyright: ignore[reportOptionalMemberAccess]
             lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=self.buffers)
             if self._kept is not None:
-                self._handle = self._start_kept(moving, tag)
+                self._handle = self._start_kept(moving)
             elif self.comm.size == 1:
                 for storage in moving:
                     storage.own_slot.copy_(storage.shard, non_blocking=True)
@@ -107,11 +108,11 @@ class Gather:
             part.view(storage.full.dtype).copy_(storage.shard, non_blocking=True)
         return self.comm.all_gather(self._staging.tensor, mine, tag=tag)
 
-    def _start_kept(self, moving: Sequence[FlatStorage], tag: int) -> Handle:
-        """From the parts that were kept after forward, in the smaller group."""
+    def _start_kept(self, moving: Sequence[FlatStorage]) -> Handle:
+        """From the parts that were kept after forward, among the neighbours."""
         kept, self._kept, small = self._kept, None, self.small
         assert kept is not None and small is not None
-        handles = [small.all_gather(storage.full, part, tag=tag)
+        handles = [small.all_gather(storage.full, part)
                    for storage, part in zip(moving, kept, strict=True)]
         for handle in handles[:-1]:
             handle.wait()

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.model_state import install
-from ..comm.mesh import default_group, groups_of_mesh, neighbours, require_process_group, transports
+from ..comm.mesh import default_group, groups_of_mesh, require_process_group, transports
+from ..comm.neighbours import Neighbours
 from ..engine.build import Choices, build_unit
 from ..engine.hooks import unit_of
 from ..engine.reduce import Groups
@@ -76,7 +77,7 @@ def fully_shard(
         ignored_parameters=frozenset(ignored_params or ()),
     ))
     if kept is not None:
-        unit.gather.small = neighbours(shard, kept, device)
+        unit.gather.small = Neighbours(shard, pair[0], kept)
     install(unit, StateDictType.SHARDED_STATE_DICT, snapshot=False)
     for one in modules:
         one.__class__ = _sharded_class(type(one))
