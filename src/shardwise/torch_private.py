@@ -24,6 +24,7 @@ __all__ = [
     "foreach_copy",
     "foreach_norm",
     "foreach_scale",
+    "group_timeout",
     "in_backward",
     "is_persistent_buffer",
     "load_hook_count",
@@ -225,6 +226,11 @@ def foreach_norm() -> Any:
 def scaler_check() -> Any:
     """The function with which ``torch.amp.GradScaler`` unscales and looks for infinities."""
     return torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def group_timeout(group: Any, device: torch.device) -> float:
+    """Seconds that ``group`` waits for a rank. What its maker chose has no public reader."""
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requires_grad: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import BackwardPrefetch, FullyShardedDataParallel, fully_shard, wrap
-from shardwise.errors import DivergenceError
+from shardwise.errors import DivergenceError, PeerError
 from tests.bed import ranks
 from tests.bed.fronts import FRONTS, WRAPPERS, over_the_group, shard, transport, units
 from tests.bed.models import OddTransformer, TinyMLP, batch, loss, points
@@ -151,6 +152,21 @@ def test_C8_U94_another_order_on_one_rank_is_told(front: str, over: str, rank: i
         model(points(rank, 0)[0], swap=rank == 1)
     text = str(caught.value)
     assert re.search(r"rank 0 runs gather of .*first.*, rank 1 runs gather of .*second", text), text
+
+
+@ranks(2)
+@pytest.mark.parametrize("over", ["shared", "group"])
+def test_A19_a_rank_that_stays_away_is_waited_for_as_long_as_the_group_says(over: str, rank: int) -> None:
+    """Whatever carries the data: the timeout is that of the process group."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    with transport(over):
+        model = fully_shard(TinyMLP(), mesh=mesh)
+    loss(model, points(rank, 0)).backward()
+    if rank == 0:
+        with pytest.raises(PeerError):
+            model(points(rank, 1)[0])
+    dist.barrier()
 
 
 @ranks(2)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
+from ..torch_private import group_timeout
 from .arena import Arena
 from .collectives import Collectives
 from .process_group import ProcessGroupCollectives, backends_by_device
@@ -50,7 +51,7 @@ def collectives_for(
     ``shared_memory``: None takes it where it can work (CPU tensors, gloo, all ranks on one host)
     and falls back to the process group with one warning if it cannot be set up there; True
     demands it; False never takes it. All ranks give the same value. ``timeout_s``: how long
-    shared memory waits for a rank.
+    shared memory waits for a rank (None: as long as the group does).
     """
     obstacle = "it was refused" if shared_memory is False else _obstacle(group, device)
     if shared_memory and obstacle:
@@ -84,9 +85,10 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool) -> Collectives:
-    timeout = {} if timeout_s is None else {"timeout_s": timeout_s}
+    if timeout_s is None:
+        timeout_s = group_timeout(group, torch.device("cpu"))
     try:
-        made = SharedMemoryCollectives(group, _kept.arena, **timeout)
+        made = SharedMemoryCollectives(group, _kept.arena, timeout_s=timeout_s)
     except SharedMemoryUnavailable as error:
         if required:
             raise ConfigurationError(error.what, remedy=_REMEDY) from error
