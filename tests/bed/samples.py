@@ -27,13 +27,17 @@ def rank_one_fails(rank: int) -> None:
 
 
 def leaves_others_waiting(rank: int) -> None:
+    dist.barrier()  # rank 1 is here when rank 0 goes
     if rank == 0:
         raise ValueError("rank 0 went away")
     dist.barrier()
 
 
 def hangs(rank: int) -> None:
-    while rank == 1:
+    dist.barrier()
+    if rank == 0:
+        raise ValueError("rank 0 went away")
+    while True:
         time.sleep(0.01)
 
 

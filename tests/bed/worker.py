@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -92,7 +92,7 @@ def _execute(seat: Seat, job: Job) -> Report:
         arguments: dict[str, Any] = pickle.loads(job.arguments)
         mine = {"rank": seat.rank, "world": seat.world}
         arguments |= {name: mine[name] for name in arguments.keys() & mine.keys()}
-        with _fresh(job.filters):
+        with _fresh(job.filters), _lanes():
             function(**arguments)
     except pytest.skip.Exception as skipped:
         return Report(seat.rank, "skipped", str(skipped))
@@ -116,6 +116,15 @@ def _fresh(filters: tuple[str, ...]) -> Iterator[None]:
         raise AssertionError("errors that nobody could catch:\n" + "\n".join(swallowed))
     if left := state.changes(before, state.snapshot()):
         raise AssertionError("the test left global state changed:\n  " + "\n  ".join(left))
+
+
+def _lanes() -> AbstractContextManager[object]:
+    """With ``SHARDWISE_LANES=recorded`` every test also checks the order that streams would keep."""
+    if os.environ.get("SHARDWISE_LANES") != "recorded":
+        return nullcontext()
+    from tests.bed.recording import recorded
+
+    return recorded()
 
 
 @contextmanager

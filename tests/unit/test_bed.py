@@ -40,9 +40,13 @@ def test_filters_reach_the_ranks() -> None:
     samples.warns()
 
 
-def _run(bed: Bed, function: Callable[..., object], *, timeout: float = 60.0, **arguments: int) -> list:
+def _run(bed: Bed, function: Callable[..., object], **arguments: int) -> list:
+    return bed.run(2, _job(function, **arguments), timeout=60.0, grace=60.0)
+
+
+def _job(function: Callable[..., object], **arguments: int) -> Job:
     taken = {name: None for name in inspect.signature(function).parameters} | arguments
-    return bed.run(2, Job.of(function, taken, ["error"]), timeout, grace=0.3)
+    return Job.of(function, taken, ["error"])
 
 
 def test_pool_is_reused(bed: Bed) -> None:
@@ -66,15 +70,15 @@ def test_a_failing_rank_is_named_with_its_traceback(bed: Bed) -> None:
 
 
 def test_ranks_left_waiting_are_named_with_their_stacks(bed: Bed) -> None:
-    gone, waiting = _run(bed, samples.leaves_others_waiting)
+    gone, waiting = bed.run(2, _job(samples.leaves_others_waiting), timeout=60.0, grace=0.3)
     assert gone.outcome == "failed" and "rank 0 went away" in gone.text
     assert waiting.outcome == "stuck" and "in leaves_others_waiting" in waiting.text
     assert "other ranks gave one" in waiting.text
 
 
 def test_a_hung_rank_is_named_with_its_stack_and_replaced(bed: Bed) -> None:
-    fine, hung = _run(bed, samples.hangs, timeout=0.5)
-    assert fine.outcome == "passed"
+    gone, hung = bed.run(2, _job(samples.hangs), timeout=60.0, grace=0.3)
+    assert gone.outcome == "failed"
     assert hung.outcome == "stuck" and "in hangs" in hung.text
     assert [report.outcome for report in _run(bed, samples.passes, extra=0)] == ["passed", "passed"]
 
