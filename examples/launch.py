@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=_count, default=8, metavar="N", help="sequences per rank and step [%(default)s]")
     add("--accumulate", type=_count, default=1, metavar="N", help="cut a rank's batch into N [%(default)s]")
     add("--clip", type=_positive, default=1.0, metavar="X", help="largest gradient norm [%(default)s]")
-    add("--lr", type=_positive, default=1e-3, metavar="X", help="peak learning rate [%(default)s]")
+    add("--lr", type=_positive, default=5e-4, metavar="X", help="peak learning rate [%(default)s]")
     add("--seed", type=int, default=0, metavar="N", help="of weights, batches and sample [%(default)s]")
     add("--text", type=Path, metavar="DIR", help="learn from the .py files here [the standard library]")
     add = parser.add_argument_group("model").add_argument
