@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, with no public name
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "AgreeingGradScaler",
+    "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "allow_gradient_dtype",
     "bare_tensor",

@@ -11,15 +11,17 @@ import typer
 
 from ..errors import ShardwiseError
 from . import checkpoint_commands
+from .bench_command import bench
 
 __all__ = ["app", "main"]
 
 _GROUPS = {"checkpoint": checkpoint_commands.commands}
 
-app = typer.Typer(name="shardwise", no_args_is_help=True, add_completion=False, 
+app = typer.Typer(name="shardwise", no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, help="Tools for models that are trained with shardwise.")
 for _name, _group in _GROUPS.items():
     app.add_typer(_group, name=_name)
+app.command()(bench)
 
 
 @app.callback()

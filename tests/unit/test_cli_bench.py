@@ -1,0 +1,103 @@
+"""``shardwise bench``: what it refuses, one run in one process, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwise.bench import contenders, picture
+from shardwise.bench.contenders import contenders_for
+from shardwise.bench.results import Report, Row, spread
+from shardwise.bench.workload import built_in, of_user
+from shardwise.cli.app import app
+from shardwise.errors import ConfigurationError
+
+TINY = ["--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--rounds", "2", "--warmup", "1"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def mine() -> tuple[Any, Any]:
+    return Net, lambda rank, number: (torch.full((5, 4), float(rank + number)),)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def test_table_json_and_picture_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run(*TINY, "--contenders", "ddp,wrapper", "--json", str(tmp_path / "b.json"),
+               "--picture", str(tmp_path / "b.png"))
+    assert done.exit_code == 0, done.output
+    assert "× ddp" in done.output and "losses agree" in done.output
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["ddp", "wrapper"] and found["world"] == 1
+    assert all(len(row["seconds"]) == 2 and len(row["losses"]) == 3 for row in found["rows"])
+    assert (tmp_path / "b.png").stat().st_size > 5000
+
+
+def test_a_model_of_the_users_own() -> None:
+    done = run("--model", f"{__name__}:mine", "--contenders", "fully_shard", "--rounds", "1", "--accumulate", "2")
+    assert done.exit_code == 0, done.output
+    assert "samples/s" in done.output and "2 batches a step" in done.output
+
+
+def test_units_of_a_users_model_are_its_repeated_blocks() -> None:
+    workload = of_user(f"{__name__}:mine")
+    assert workload.kinds == (nn.Linear,) and workload.items() == (5, "samples")
+
+
+def test_names_that_nobody_has_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"no contender of this name: zero9.*fsdp1.*--contender name="):
+        contenders_for(["zero9"])
+    with pytest.raises(ConfigurationError, match="nothing is found under 'nowhere:x'"):
+        contenders_for(["ddp"], ["mine=nowhere:x"])
+
+
+def test_without_the_package_of_peers_the_own_contenders_are_left() -> None:
+    with patch.object(contenders, "PEERS", "shardwise_peers_that_are_not_there"):
+        assert list(contenders_for([])) == ["ddp", "wrapper", "fully_shard"]
+        with pytest.raises(ConfigurationError, match="Peers come from the module shardwise_peers_that"):
+            contenders_for(["fsdp2"])
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with patch.object(picture.importlib.util, "find_spec", lambda name: None):
+        done = run("--picture", str(tmp_path / "b.png"))
+    assert "needs matplotlib" in str(done.exception) and not (tmp_path / "b.png").exists()
+
+
+def test_a_width_that_heads_do_not_divide() -> None:
+    with pytest.raises(ConfigurationError, match="expected a multiple of 3, got 16"):
+        built_in(width=16, layers=1, heads=3, context=4, vocabulary=9, batch=1)
+
+
+def test_ratios_are_of_the_same_round_and_losses_must_agree() -> None:
+    report = Report("w", 10, "tokens", 2, "cpu", "float32", "", 1, 1e-3, [
+        Row("a", [1.0, 2.0, 4.0], losses=[3.0, 2.0]), Row("b", [2.0, 4.0, 8.0], losses=[3.0, 2.1])])
+    assert report.ratio("b", "a") == spread([2.0, 2.0, 2.0]) and report.rate("a") == 5.0
+    assert not report.agrees and report.disagreement() == pytest.approx(0.05)
+
+
+def test_it_is_a_program() -> None:
+    with patch.object(sys, "argv", ["shardwise", "bench", "--help"]), pytest.raises(SystemExit) as end:
+        app()
+    assert end.value.code == 0
