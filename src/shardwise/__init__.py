@@ -5,6 +5,7 @@ from __future__ import annotations
 from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.communication import share_comm_ctx
 from .frontend.composable import fully_shard
+from .frontend.execution import group_by_execution
 from .frontend.full_precision import full_precision
 from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
@@ -13,6 +14,7 @@ from .frontend.scaler import ShardedGradScaler
 from .frontend.summon import iter_units_full, summon_full_params
 from .frontend.whole import register_fsdp_forward_method
 from .frontend.wrapper import FullyShardedDataParallel
+from .plan.execution import ExecutionGroup, ExecutionGroups
 from .plan.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -43,6 +45,8 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "ExecutionGroup",
+    "ExecutionGroups",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -68,6 +72,7 @@ __all__ = [
     "clip_grad_value",
     "full_precision",
     "fully_shard",
+    "group_by_execution",
     "is_sharded",
     "iter_units_full",
     "materialise",

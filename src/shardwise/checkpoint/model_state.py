@@ -161,7 +161,7 @@ class UnitState:
         share_tied(root, state, prefix)
         check_values(root, state, prefix, local=self._local)
         for storage in unit.storages:
-            if storage.hidden:
+            if storage.hidden and root is unit.modules[0]:  # that is where it is registered
                 state[prefix + storage.visible[0].fqn] = storage.visible[0].parameter
 
     @property

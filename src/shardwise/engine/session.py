@@ -114,6 +114,7 @@ class Session:
         kept = [unit for unit in self.units if unit.gather.holds_memory] if self.step.keep_gathered else []
         for unit in self.units:
             unit.before = None
+            unit.turns.begin()
             unit.gather.forget()
             if unit.settings.reshard_after_backward and not unit.asked:
                 unit.reshard()
@@ -144,8 +145,9 @@ class Session:
         call = Call(unit, recomputed=recomputing)
         kept_root = unit is self.root and unit.settings.keep_as_root and torch.is_grad_enabled()
         free = (unit.settings.reshard_after_forward and not kept_root) or not torch.is_grad_enabled()
+        free = free and not recomputing and (unit.turns.forward_over() or not self.open)
         unit.gather.keeping = torch.is_grad_enabled() and not recomputing
-        self.unuse(unit, free=free and not recomputing)
+        self.unuse(unit, free=free)
         torch.clear_autocast_cache()  # it may hold casts of leaves: memory, and stale after the next step
         if not self.open and self.pass_ is Pass.FORWARD:
             self._end_forward()
@@ -217,7 +219,8 @@ class Session:
         unit.outstanding -= 1
         unit.unwatched |= not call.watched
         if unit.settings.unshard_in_backward:
-            self.unuse(unit, free=unit.settings.reshard_after_backward)
+            over = unit.turns.backward_over(unit.outstanding)
+            self.unuse(unit, free=unit.settings.reshard_after_backward and over)
         if unit.outstanding <= 0 and not unit.unwatched:
             self.send(unit)
         if self.schedule.backward is BackwardPrefetch.BACKWARD_POST:

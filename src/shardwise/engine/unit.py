@@ -30,6 +30,7 @@ from .collect import Collector
 from .gather import Gather
 from .reduce import Groups, Reduced, Reducer
 from .settings import Schedule, Settings
+from .turns import Turns
 from .values import require_values
 
 __all__ = ["Unit"]
@@ -57,6 +58,7 @@ class Unit:
         self.residency = Residency.SHARDED
         self.asked = False  #: the user called unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
+        self.turns = Turns(len(self.modules))
         self.outstanding = 0  #: forwards whose backward has not run yet
         self.before: Unit | None = None  #: the unit whose forward ended before this one's
         self._replan = False  #: other leaves, or other ones trained, than the collector planned for

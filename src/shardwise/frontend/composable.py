@@ -20,8 +20,10 @@ from ..engine.hooks import unit_of
 from ..engine.reduce import Groups
 from ..engine.settings import Schedule, Settings
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
+from ..plan.execution import ExecutionGroups
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
 from ..plan.state_options import StateDictType
+from .execution import agree_on_groups
 from .module import FSDPModule
 from .placing import device_of
 
@@ -39,6 +41,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    groups: ExecutionGroups | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` that no unit below it has, in place; returns ``module``.
 
@@ -55,6 +58,8 @@ def fully_shard(
         mp_policy: dtypes in use, on the wire, and of outputs.
         offload_policy: where shards live.
         ignored_params: parameters left as they are.
+        groups: make units of these modules below ``module`` first, with the same arguments
+            (``shardwise.group_by_execution``). The first rank's groups count on all of them.
 
     Raises:
         ConfigurationError, OptionTypeError: bad input; nothing was changed.
@@ -62,10 +67,15 @@ def fully_shard(
     """
     modules = _modules(module)
     _check(modules, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy)
+    _check_groups(groups, modules)
     pair = groups_of_mesh(mesh, hybrid=True) if mesh is not None else (default_group(), None)
     device = _device(modules, mesh)
     shard, replicate = transports(pair, device)
     kept, reshard = _kept_ranks(reshard_after_forward, shard.size)
+    if groups is not None:
+        for members in agree_on_groups(groups, (shard, replicate), device).modules_of(modules[0]):
+            fully_shard(members, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy,
+                        offload_policy=offload_policy, ignored_params=ignored_params)
     unit = build_unit(modules, Choices(
         groups=Groups(shard, replicate),
         device=device,
@@ -153,6 +163,18 @@ def _check_types(reshard: Any, placement: Any, mp_policy: Any, offload: Any) -> 
     if offload is not None and not isinstance(offload, OffloadPolicy):
         raise OptionTypeError("offload_policy has the wrong type", expected="shardwise.OffloadPolicy",
                               got=type(offload).__module__ + "." + type(offload).__name__)
+
+
+def _check_groups(groups: Any, modules: Sequence[nn.Module]) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, ExecutionGroups) or len(modules) > 1:
+        raise OptionTypeError(
+            "groups takes the execution groups of one module",
+            expected="shardwise.ExecutionGroups, and one module to shard", remedy="See shardwise.group_by_execution.",
+            got=f"{type(groups).__name__}, and {len(modules)} modules",
+        )
+    groups.modules_of(modules[0])  # raises if the names are of another model
 
 
 def _device(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..checkpoint.model_state import install, state_of
-from ..engine.build import start_session
+from ..engine.build import start_session, units_below
 from ..engine.direct import EnteredCall, show_at_rest
 from ..engine.hooks import COPYING, attach, take_hooks_off, unit_of
 from ..engine.precision import kept_modules
@@ -47,16 +47,25 @@ def copy_module(module: nn.Module, memo: Memo) -> nn.Module:
         unit.buffers.for_checkpoint()
         for one in unit.modules:
             _copy_object(one, memo)
-        if is_summoned(unit):
-            _make_plain(unit, memo)
-        else:
-            for owner in unit.needs:
-                copy_module(owner.modules[0], memo)
-            _copy_unit(unit, memo)
+        bare = {below for one in unit.modules for _, below in units_below(one) if below is not unit
+                and unit_of(memo[id(below.modules[0])]) is None}  # modules without a ``__deepcopy__``
+        for below in sorted(bare, key=lambda below: (len(below.needs), below.number)):  # owners first
+            _follow(below, memo)
+        _follow(unit, memo)
     finally:
         if outer is None:
             del memo[COPYING]
     return memo[id(module)]
+
+
+def _follow(unit: Unit, memo: Memo) -> None:
+    """Make a unit of modules that were copied, or bare modules inside a summon."""
+    if is_summoned(unit):
+        _make_plain(unit, memo)
+        return
+    for owner in unit.needs:
+        copy_module(owner.modules[0], memo)
+    _copy_unit(unit, memo)
 
 
 def refuse_pickling(module: nn.Module) -> Any:

@@ -20,6 +20,7 @@ from ..engine.build import Choices
 from ..engine.reduce import Groups
 from ..engine.settings import Schedule, Settings
 from ..errors import ConfigurationError, OptionTypeError
+from ..plan.execution import ExecutionGroups
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, Precision, ShardingStrategy
 from ..plan.policies import Policy
 from .materialise import Initialiser, LeftToOuter
@@ -81,7 +82,7 @@ def check_options(module: Any, options: WrapperOptions, policy: Any) -> None:
     if options.param_init_fn is not None and not callable(options.param_init_fn):
         raise OptionTypeError("param_init_fn must be callable", expected="a callable that takes a module",
                               got=type(options.param_init_fn).__name__)
-    if policy is not None and not callable(policy) and not isinstance(policy, Policy):
+    if policy is not None and not callable(policy) and not isinstance(policy, (Policy, ExecutionGroups)):
         raise OptionTypeError("auto_wrap_policy is neither a policy nor callable",
                               expected="a policy of shardwise.wrap, or a callable", got=type(policy).__name__)
     if options.process_group is not None and options.device_mesh is not None:
