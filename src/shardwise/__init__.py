@@ -12,6 +12,7 @@ from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
 from .frontend.summon import iter_units_full, summon_full_params
+from .frontend.trace import trace
 from .frontend.whole import register_fsdp_forward_method
 from .frontend.wrapper import FullyShardedDataParallel
 from .plan.execution import ExecutionGroup, ExecutionGroups
@@ -82,4 +83,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "summon_full_params",
+    "trace",
 ]
