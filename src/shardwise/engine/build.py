@@ -24,6 +24,7 @@ from .precision import kept_modules
 from .reduce import Groups
 from .session import Session
 from .settings import Schedule, Settings
+from .skipping import SkippingSession
 from .unit import Unit
 
 __all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
@@ -209,7 +210,8 @@ def start_session(root: Unit) -> Session:
                 "two roots: a unit below this root runs in another root's pass", unit=name or "(root)",
                 got=f"root {other.root.name}", remedy="Call the outermost sharded module first.",
             )
-    session = Session(root, list(named), root.lanes, root.schedule)
+    skips = root.schedule.skips and any(comm.real for comm in root.groups.nontrivial)
+    session = (SkippingSession if skips else Session)(root, list(named), root.lanes, root.schedule)
     for unit, name in named.items():
         unit.fqn = name
         for storage in unit.storages:

@@ -21,7 +21,7 @@ from .residents import Residents
 from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
-from .unused import agree_on_unused
+from .unused import end_reductions
 
 __all__ = ["Session"]
 
@@ -121,7 +121,7 @@ class Session:
         self.residents.follow_user()
         for unit in kept:  # a graph of gradients still reads it
             unit.take_over_edits()
-            unit.unshard()
+            self.residents.gather(unit)
             unit.wait()
         if torch.is_grad_enabled():
             self._guard(True)
@@ -263,9 +263,7 @@ class Session:
             if unit.collector.holding or unsent:
                 self.send(unit)
             unit.outstanding, unit.unwatched = 0, False
-        for unit in self.step.reducing:
-            unit.finish_reduce()
-        agree_on_unused(list(self.step.reduced))
+        self._end_reductions()
         self.residents.give_up()
         for unit in self.units:
             if not keep and unit.settings.reshard_after_backward and unit.uses == 0:
@@ -276,6 +274,9 @@ class Session:
         self._move(Pass.FORWARD if self.open else Pass.REST)
         self.step = Step(keep_gathered=keep)
         self._guard(keep)
+
+    def _end_reductions(self) -> None:
+        end_reductions(self.step)
 
     # ------------------------------------------------------------------ recovery
     def settle(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..plan.options import BackwardPrefetch
@@ -10,7 +10,7 @@ from ..plan.options import BackwardPrefetch
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Schedule", "Settings"]
+__all__ = ["Schedule", "Settings", "schedule_for"]
 
 
 @dataclass
@@ -20,6 +20,12 @@ class Schedule:
     backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward: bool = False  #: in the order of the last iteration
     limit: bool = True  #: on streams one freed unit's memory may wait for compute; else three
+    skips: bool = False  #: ranks may run different units, and agree before each gather; nothing starts ahead
+
+
+def schedule_for(schedule: Schedule, *, skips: bool) -> Schedule:
+    """``schedule``, or one for ranks that may skip units: they gather nothing that they may not need."""
+    return replace(schedule, backward=None, forward=False, skips=True) if skips else schedule
 
 
 @dataclass

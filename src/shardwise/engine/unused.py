@@ -1,4 +1,5 @@
-"""Parameters that some ranks did not use: all ranks agree on who has a gradient."""
+"""The end of a backward's reductions. Parameters that some ranks did not use: all ranks agree on who
+has a gradient."""
 
 from __future__ import annotations
 
@@ -8,9 +9,17 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Reduction
+from .step import Step
 from .unit import Unit
 
-__all__ = ["agree_on_unused"]
+__all__ = ["agree_on_unused", "end_reductions"]
+
+
+def end_reductions(step: Step) -> None:
+    """Wait for all reductions of a backward, and bind them, on every rank alike."""
+    for unit in step.reducing:
+        unit.finish_reduce()
+    agree_on_unused(list(step.reduced))
 
 
 def agree_on_unused(units: Sequence[Unit]) -> None:

@@ -18,7 +18,7 @@ from ..comm.neighbours import Neighbours
 from ..engine.build import Choices, build_unit
 from ..engine.hooks import unit_of
 from ..engine.reduce import Groups
-from ..engine.settings import Schedule, Settings
+from ..engine.settings import Schedule, Settings, schedule_for
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.execution import ExecutionGroups
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
@@ -42,6 +42,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     groups: ExecutionGroups | None = None,
+    allow_skipped_units: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` that no unit below it has, in place; returns ``module``.
 
@@ -60,6 +61,8 @@ def fully_shard(
         ignored_params: parameters left as they are.
         groups: make units of these modules below ``module`` first, with the same arguments
             (``shardwise.group_by_execution``). The first rank's groups count on all of them.
+        allow_skipped_units: on the root: ranks may run different units in one pass, as in a mixture
+            of experts. They agree before each gather; no gather starts ahead of need.
 
     Raises:
         ConfigurationError, OptionTypeError: bad input; nothing was changed.
@@ -81,7 +84,7 @@ def fully_shard(
         device=device,
         precision=Precision.of_policy(mp_policy),
         settings=Settings(reshard_after_forward=reshard is not False, keep_as_root=reshard is None),
-        schedule=Schedule(),
+        schedule=schedule_for(Schedule(), skips=allow_skipped_units),
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         pin_memory=not isinstance(offload_policy, CPUOffloadPolicy) or offload_policy.pin_memory,
         ignored_parameters=frozenset(ignored_params or ()),

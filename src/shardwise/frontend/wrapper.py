@@ -53,9 +53,7 @@ _SHARED = (
 
 
 class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
-    """Shards ``module`` over the ranks of a process group.
-
-    The arguments are those of torch's class of this name:
+    """Shards ``module`` over the ranks of a process group. The last argument is not torch's.
 
     Args:
         module: what to shard; its own object stays reachable as ``.module``.
@@ -74,6 +72,7 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         use_orig_params: show the user's own parameters (True), or one flat parameter for each
             kind in a unit (False).
         device_mesh: in place of ``process_group``.
+        allow_skipped_units: on the root: ranks may run different units, as in a mixture of experts.
 
     Raises:
         ConfigurationError, OptionTypeError: bad input; nothing was changed.
@@ -97,11 +96,12 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        allow_skipped_units: bool = False,
     ) -> None:
         options = WrapperOptions(
             process_group, sharding_strategy or ShardingStrategy.FULL_SHARD, cpu_offload, backward_prefetch,
             mixed_precision, param_init_fn, device_id, sync_module_states, forward_prefetch,
-            limit_all_gathers, use_orig_params, device_mesh,
+            limit_all_gathers, use_orig_params, device_mesh, allow_skipped_units,
         )
         check_options(module, options, auto_wrap_policy)
         ignored, ignored_parameters = ignored_by_states(

@@ -18,7 +18,7 @@ from ..comm.collectives import Collectives
 from ..comm.mesh import GroupPair, default_group, groups_of_mesh, require_process_group
 from ..engine.build import Choices
 from ..engine.reduce import Groups
-from ..engine.settings import Schedule, Settings
+from ..engine.settings import Schedule, Settings, schedule_for
 from ..errors import ConfigurationError, OptionTypeError
 from ..plan.execution import ExecutionGroups
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, Precision, ShardingStrategy
@@ -44,6 +44,7 @@ class WrapperOptions:
     limit_all_gathers: bool
     use_orig_params: bool
     device_mesh: DeviceMesh | None
+    allow_skipped_units: bool
 
     def as_arguments(self) -> dict[str, Any]:
         """For a nested wrapper."""
@@ -64,6 +65,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "forward_prefetch": (bool,),
     "limit_all_gathers": (bool,),
     "use_orig_params": (bool,),
+    "allow_skipped_units": (bool,),
 }
 
 
@@ -170,7 +172,9 @@ def choices_of(
         device=device,
         precision=Precision.of_wrapper(options.mixed_precision),
         settings=Settings(reshard_after_forward=options.sharding_strategy.reshards_after_forward),
-        schedule=Schedule(options.backward_prefetch, options.forward_prefetch, options.limit_all_gathers),
+        schedule=schedule_for(
+            Schedule(options.backward_prefetch, options.forward_prefetch, options.limit_all_gathers),
+            skips=options.allow_skipped_units),
         original_parameters=options.use_orig_params,
         offload=options.cpu_offload is not None and options.cpu_offload.offload_params,
         ignored_modules=frozenset(ignored[0]),
