@@ -1,4 +1,4 @@
-"""``python -m benchmarks [host-time|step|calls] ...``; without a name, all of them."""
+"""``python -m benchmarks [calls|host-time|scale|step] ...``; without a name, all of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 _RUNS = {
     "calls": [sys.executable, "-m", "benchmarks.host_time", "--calls"],
     "host-time": [sys.executable, "-m", "benchmarks.host_time"],
+    "scale": [sys.executable, "-m", "benchmarks.scale"],
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "-m", "benchmarks.step"],
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,21 +13,32 @@ from torch import nn
 from ..engine.build import session_of, units_below
 from ..engine.unit import Unit
 from ..errors import LifecycleError
-from ..plan.layout import find_offenders
+from ..plan.layout import FlatLayout, find_offenders
 
 __all__ = ["Memory", "ParameterPlan", "Plan", "UnitPlan", "memory_of", "observe", "plan_of"]
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """One parameter: ``rows[r]`` is the number of its rows (elements for 0-d and 1-d) on rank ``r``."""
+    """One parameter of a unit."""
 
     fqn: str
     shape: tuple[int, ...]
     stored: torch.dtype
     compute: torch.dtype
     trained: bool
-    rows: tuple[int, ...]
+    layout: FlatLayout = field(repr=False)
+    index: int = field(repr=False)  #: in ``layout``
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The number of its rows (elements for 0-d and 1-d) on each rank."""
+        return self.rows_of(range(self.layout.world_size))
+
+    def rows_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The same for some ranks, as there may be thousands."""
+        granule = self.layout.parameters[self.index].granule
+        return tuple(self.layout.span(self.index, rank).numel // granule for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,8 @@ class Plan:
 
 
 def _line(p: ParameterPlan) -> str:
-    rows = " ".join(map(str, p.rows[:8])) + (" …" if len(p.rows) > 8 else "")
+    world = p.layout.world_size
+    rows = " ".join(map(str, p.rows_of(range(min(world, 8))))) + (" …" if world > 8 else "")
     dtype = str(p.stored).removeprefix("torch.")
     if p.compute is not p.stored:
         dtype += "->" + str(p.compute).removeprefix("torch.")
@@ -96,11 +108,10 @@ def _unit_plan(name: str, unit: Unit) -> UnitPlan:
         padding += storage.layout.padding
         offenders += [o.fqn for o in find_offenders(storage.layout)]
         for index, spec in enumerate(storage.layout.parameters):
-            spans = [storage.layout.span(index, rank) for rank in range(storage.world_size)]
             parameters.append(ParameterPlan(
                 f"{name}.{spec.fqn}" if name else spec.fqn, spec.shape, storage.stored_dtype,
                 storage.compute_dtype, storage.leaves[index].requires_grad,
-                tuple(span.numel // spec.granule for span in spans),
+                storage.layout, index,
             ))
     return UnitPlan(
         name or "(root)", unit.groups.shard.size, tuple(parameters),

@@ -132,6 +132,13 @@ class FlatLayout:
         padding = self.padding
         return padding / (self.flat_numel - padding) if self.flat_numel > padding else 0.0
 
+    def holders(self, index: int) -> range:
+        """The ranks that hold any of parameter `index`."""
+        numel, offset = self.parameters[index].numel, self.offsets[index]
+        if not numel:
+            return range(0)
+        return range(offset // self.shard_numel, (offset + numel - 1) // self.shard_numel + 1)
+
     def span(self, index: int, rank: int) -> Span:
         """What `rank` holds of parameter `index`: whole granules, empty if nothing."""
         if not 0 <= rank < self.world_size:

@@ -47,54 +47,66 @@ class ReductionPlan:
         return self.world_size * self.chunk_numel
 
 
+class _Whole:
+    """Where the spans of an entirely trained flat parameter lie: as in the shard, from ``start`` on."""
+
+    def __init__(self, layout: FlatLayout, start: int) -> None:
+        self.start: int | None = start
+        self._layout, self._start = layout, start
+
+    def place(self, index: int, rank: int) -> int:
+        return self._start + self._layout.span(index, rank).shard_offset
+
+
+class _Packed:
+    """Where the spans of the trained parameters lie: one behind the other, in each rank's chunk."""
+
+    def __init__(self, layout: FlatLayout, flags: Sequence[bool], cursors: list[int]) -> None:
+        self.start: int | None = None
+        self._places: dict[tuple[int, int], int] = {}
+        for index, trained in enumerate(flags):
+            for rank in layout.holders(index) if trained else ():
+                self._places[index, rank] = cursors[rank]
+                cursors[rank] += -(-layout.span(index, rank).numel // 8) * 8
+
+    def place(self, index: int, rank: int) -> int:
+        """0 where ``rank`` has nothing of it."""
+        return self._places.get((index, rank), 0)
+
+
 def plan_reduction(
     layouts: Sequence[FlatLayout], trained: Sequence[Sequence[bool]], rank: int, itemsize: int
 ) -> ReductionPlan:
-    """Place the trained parameters. ``itemsize``: bytes of an element on the wire."""
+    """Place the trained parameters. ``itemsize``: bytes of an element on the wire.
+
+    The work grows with the pieces, and not with parameters times ranks.
+    """
     world = layouts[0].world_size
     unit = max(256 // itemsize, 1) if world > 1 else 1
-    places: list[list[list[int]]] = []  # [k][i][rank] -> offset in the chunk
+    places: list[_Whole | _Packed] = []
     cursors = [0] * world
-    base: list[int | None] = []
     for layout, flags in zip(layouts, trained, strict=True):
         if all(flags):
             start = max(cursors)
-            base.append(start)
-            places.append([
-                [start + layout.span(i, r).shard_offset for r in range(world)] for i in range(len(flags))
-            ])
+            places.append(_Whole(layout, start))
             cursors = [start + layout.shard_numel] * world
         else:
-            base.append(None)
-            places.append(_pack(layout, flags, cursors))
+            places.append(_Packed(layout, flags, cursors))
     chunk = -(-max(cursors) // unit) * unit
     pieces = tuple(
-        tuple(_pieces(layout, i, places[k][i], chunk) if flags[i] else () for i in range(len(flags)))
-        for k, (layout, flags) in enumerate(zip(layouts, trained, strict=True))
+        tuple(_pieces(layout, i, placed, chunk) if flag else () for i, flag in enumerate(flags))
+        for placed, layout, flags in zip(places, layouts, trained, strict=True)
     )
-    own = tuple(tuple(places[k][i][rank] for i in range(len(flags))) for k, flags in enumerate(trained))
-    return ReductionPlan(world, chunk, pieces, own, tuple(base))
+    own = tuple(tuple(placed.place(i, rank) for i in range(len(flags)))
+                for placed, flags in zip(places, trained, strict=True))
+    return ReductionPlan(world, chunk, pieces, own, tuple(placed.start for placed in places))
 
 
-def _pack(layout: FlatLayout, flags: Sequence[bool], cursors: list[int]) -> list[list[int]]:
-    """Put the spans of trained parameters one behind the other, in every rank's chunk."""
-    places: list[list[int]] = []
-    for i, trained in enumerate(flags):
-        places.append(list(cursors))
-        if trained:
-            for rank in range(layout.world_size):
-                cursors[rank] += -(-layout.span(i, rank).numel // 8) * 8
-    return places
-
-
-def _pieces(layout: FlatLayout, index: int, places: Sequence[int], chunk: int) -> tuple[Piece, ...]:
+def _pieces(layout: FlatLayout, index: int, placed: _Whole | _Packed, chunk: int) -> tuple[Piece, ...]:
     """The spans of one parameter, joined where they are neighbours in the buffer."""
     joined: list[Piece] = []
-    for rank in range(layout.world_size):
-        span = layout.span(index, rank)
-        if span.numel == 0:
-            continue
-        target = rank * chunk + places[rank]
+    for rank in layout.holders(index):
+        span, target = layout.span(index, rank), rank * chunk + placed.place(index, rank)
         last = joined[-1] if joined else None
         if last and last.target + last.numel == target and last.source + last.numel == span.start:
             joined[-1] = Piece(last.source, last.target, last.numel + span.numel)
