@@ -1,4 +1,4 @@
-"""``python -m benchmarks [calls|host-time|scale|step] ...``; without a name, all of them."""
+"""``python -m benchmarks [calls|checkpoint|host-time|scale|step] ...``; without a name, all of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 
 _RUNS = {
     "calls": [sys.executable, "-m", "benchmarks.host_time", "--calls"],
+    "checkpoint": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                   "-m", "benchmarks.checkpoint"],
     "host-time": [sys.executable, "-m", "benchmarks.host_time"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -84,6 +84,9 @@ class CountingCollectives(Collectives):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.transport.allocate(numel, dtype, device)
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.transport.zeros(numel, dtype, device)
+
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         self.traffic.record("all_gather", [out], self.size, tag)
         return self.transport.all_gather(out, shard, tag=tag)

@@ -248,7 +248,7 @@ def test_memory_is_bounded(rank: int, tmp_path: Path) -> None:
         writing.SaveJob.__init__ = job_init
     assert limit // 2 < max(seen) <= limit
     assert sum(seen) == model.weight.numel() * 2
-    assert ranged_io.BUFFER_BYTES == 64 * 2**20
+    assert ranged_io.BUFFER_BYTES <= 32 * 2**20
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")["weight"], expected.bfloat16())

@@ -148,6 +148,15 @@ def test_memory_that_came_back_is_whole_again() -> None:
         del tensor
 
 
+def test_zeros_in_new_and_in_used_memory() -> None:
+    arena = Arena(100 * _PAGE)
+    for _ in range(2):
+        tensor = arena.allocate(20 * _PAGE, torch.uint8, zeroed=True)
+        assert not tensor.any()
+        tensor.fill_(7)
+        del tensor
+
+
 def test_the_descriptors_go_with_the_arena() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     arena = Arena(4 * _PAGE)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .checksums import text_checksum
 from .manifest import Manifest
-from .ranged_io import Staging, checksum
+from .ranged_io import Staging
 from .safetensors_header import dtype_name
 from .source import Located, Source
 
@@ -20,7 +21,7 @@ _BASES = ("model", "optimizer", "extra")
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor of a checkpoint. ``checksum``: of its blocks' CRC-32s, None where there are none."""
+    """One tensor of a checkpoint. ``checksum``: of its blocks' checksums, None where there are none."""
 
     name: str
     dtype: str
@@ -80,7 +81,7 @@ def _facts(name: str, located: Located, manifest: Manifest | None) -> TensorFact
     seal = None
     if manifest is not None and located.file in manifest.files:
         blocks = manifest.covering(located.file, located.first, located.first + entry.nbytes)
-        seal = f"{checksum(b''.join(block.crc.to_bytes(4, 'little') for block in blocks)):08x}"
+        seal = text_checksum("".join(block.checksum for block in blocks).encode())[:8]
     return TensorFacts(name, dtype_name(entry.dtype, name), entry.shape, entry.nbytes, located.file, seal)
 
 

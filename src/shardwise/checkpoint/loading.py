@@ -26,7 +26,7 @@ from ..comm.peers import Peers
 from ..engine.unit import Unit
 from ..errors import CheckpointError
 from .fit import DtypeMap, NameMap, fit_model
-from .model_tensors import ModelTensor, model_tensors, settle
+from .model_tensors import ModelTensor, local_rows, model_tensors, settle
 from .optimizer_restore import OptimizerRestore
 from .plain_values import decode
 from .random_state import restore_random_state
@@ -58,7 +58,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
 
     Args:
         path: what ``save`` wrote, a ``save_pretrained`` folder, or one safetensors file.
-        model: sharded or not, at any world size; parameters on the meta device get memory.
+        model: sharded or not, at any world size; parameters on the meta device get memory where they compute.
         optimizer: gets its state and the options of its groups.
         strict: the names must be the same; False loads what fits.
         name_map: from names in the model to names in the files.
@@ -86,6 +86,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
             tensors = model_tensors(model)
             found, aliases = _model_files(source)
             pairs = fit_model(tensors, found, aliases, strict=strict, name_map=name_map, dtype_map=dtype_map)
+            _require_values(tensors, [tensor for tensor, _ in pairs])
             saved = _Saved(source, staging, peers)
             restore = saved.optimizer(tensors, optimizer, strict=strict) if optimizer is not None else None
             extra = saved.extra()
@@ -93,8 +94,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
                 source.check_targets([target for _, target in pairs], staging)
                 source.check_targets(restore.targets if restore is not None else [], staging)
         with together(peers, what, _HALF_DONE):
-            for unit in units:
-                unit.reshard()
+            _come_to_rest(units)
             source.fill([replace(target, values=memory_of(tensor)) for tensor, target in pairs], staging)
             if restore is not None:
                 source.fill(restore.targets, staging)
@@ -113,6 +113,24 @@ def _model_files(source: Source) -> tuple[dict[str, Located], dict[str, str]]:
     return found, aliases
 
 
+def _require_values(tensors: Sequence[ModelTensor], loaded: Sequence[ModelTensor]) -> None:
+    """Raise ``CheckpointError`` if a sharded parameter on the meta device would stay without values."""
+    left = [tensor.fqn for tensor in tensors
+            if tensor.storage is not None and tensor.storage.on_meta and tensor not in loaded]
+    if left:
+        raise CheckpointError("parameters on the meta device are not in the checkpoint", fqn=left[0],
+                              got=f"{len(left)} of them ({', '.join(left[:4])})",
+                              remedy="Call shardwise.materialise(model) before load.")
+
+
+def _come_to_rest(units: Sequence[Unit]) -> None:
+    """What is gathered is out of date; what is on the meta device gets memory."""
+    for unit in units:
+        unit.reshard()
+        if any(storage.on_meta for storage in unit.storages):
+            unit.leave_meta(None)
+
+
 @contextmanager
 def _exact_buffers(units: Sequence[Unit]) -> Generator[None]:
     """Inside, buffers are the registered ones and not those cast for computation."""
@@ -127,12 +145,12 @@ def _exact_buffers(units: Sequence[Unit]) -> Generator[None]:
 
 
 def memory_of(tensor: ModelTensor) -> Tensor:
-    """Where a tensor's values go; what is on the meta device gets memory on the default device."""
+    """Where a tensor's values go; what is not sharded and on the meta device gets memory on the default one."""
     if not tensor.values.is_meta:
         return tensor.values
-    if tensor.owner is None:
-        raise CheckpointError("the sharded parameter has no memory", fqn=tensor.fqn, got="the meta device",
-                              remedy="Call to_empty(device=...) on the model before load.")
+    if tensor.storage is not None:
+        return local_rows(tensor.storage, tensor.index)
+    assert tensor.owner is not None
     held = getattr(*tensor.owner)
     fresh = torch.empty_like(held, device=torch.get_default_device())
     if isinstance(held, nn.Parameter):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .ranged_io import Block, checksum
+from .checksums import text_checksum
+from .ranged_io import Block
 
 __all__ = ["MANIFEST", "Manifest", "read_manifest"]
 
@@ -31,12 +32,12 @@ class Manifest:
 
     def encode(self) -> str:
         """Its text; the last line's checksum is over all before it."""
-        files = {name: [[b.start, b.stop, b.crc] for b in blocks] for name, blocks in self.files.items()}
+        files = {name: [[b.start, b.stop, b.checksum] for b in blocks] for name, blocks in self.files.items()}
         body = json.dumps({
             "format": _FORMAT, "version": _VERSION, "world_size": self.world_size, "torch": torch.__version__,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **self.facts, "files": files,
         })
-        return f'{body}\n{{"crc32": {checksum(body.encode())}}}\n'
+        return f'{body}\n{{"sha256": "{text_checksum(body.encode())}"}}\n'
 
     def file_bytes(self, name: str) -> int:
         """The size that the file had when it was written."""
@@ -69,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     body, _, seal = path.read_text(errors="replace").partition("\n")
     try:
-        if json.loads(seal)["crc32"] != checksum(body.encode()):
+        if json.loads(seal)["sha256"] != text_checksum(body.encode()):
             raise _damaged(path, "another checksum")
         table = json.loads(body)
         if table.pop("format") != _FORMAT or table.pop("version") != _VERSION:

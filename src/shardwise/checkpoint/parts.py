@@ -83,6 +83,6 @@ def _moved(written: Written, pieces: Sequence[tuple[str, int, int]]) -> list[Blo
         at = offset
         while at < offset + nbytes:
             block, end = by_start[file, at], moved[-1].stop if moved else 0
-            moved.append(Block(end, end + block.stop - block.start, block.crc))
+            moved.append(Block(end, end + block.stop - block.start, block.checksum))
             at = block.stop
     return moved

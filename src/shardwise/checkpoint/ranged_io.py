@@ -1,42 +1,34 @@
 """Tensors to and from ranges of files, through one buffer of bounded size.
 
-Every block that is written gets a checksum; every block that is read can be checked against it.
+Every block that is written gets a checksum; every block that is read can be checked against it. Tensors
+that lie in host memory as the file has them are written and read where they are, without the buffer.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "BUFFER_BYTES", "Block", "Staging", "checksum", "read_exactly", "slabs",
+__all__ = ["BUFFER_BYTES", "Block", "Staging", "bytes_of", "lies_as_in_file", "read_exactly", "slabs",
            "write_exactly"]
 
 #: host memory that a rank needs to write or read a checkpoint of any size
-BUFFER_BYTES = 64 * 2**20
-#: bytes under one checksum: what a reader of one row has to read at most
-BLOCK_BYTES = 4 * 2**20
+BUFFER_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes ``[start, stop)`` of a file, and their CRC-32."""
+    """Bytes ``[start, stop)`` of a file, and their checksum."""
 
     start: int
     stop: int
-    crc: int
-
-
-def checksum(data: Any, before: int = 0) -> int:
-    """CRC-32 of ``data``, going on from ``before``."""
-    return zlib.crc32(data, before)
+    checksum: str
 
 
 class Staging:
@@ -64,7 +56,12 @@ class Staging:
         return self._memory[:count]
 
     def pack(self, values: Tensor, dtype: torch.dtype) -> memoryview:
-        """``values`` in ``dtype`` as row-major bytes, wherever and in whatever order they lie."""
+        """``values`` in ``dtype`` as row-major bytes, wherever and in whatever order they lie.
+
+        They are the tensor's own memory where it lies so; else they are in the buffer until its next use.
+        """
+        if lies_as_in_file(values, dtype):
+            return bytes_of(values)
         raw = self._take(values.numel() * dtype.itemsize)
         with torch.no_grad():
             raw.view(dtype).view(values.shape).copy_(values)
@@ -75,6 +72,16 @@ class Staging:
         raw = self._take(values.numel() * dtype.itemsize)
         with torch.no_grad():
             values.copy_(raw.view(dtype).view(values.shape))
+
+
+def lies_as_in_file(values: Tensor, dtype: torch.dtype) -> bool:
+    """Are the bytes of ``values`` in host memory those of a file that holds it in ``dtype``?"""
+    return values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def slabs(values: Tensor, most: int) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from .model_tensors import ModelTensor, model_tensors
 from .optimizer_contents import Described, OptimizerState
 from .plain_values import encode
 from .random_state import capture_random_state
-from .ranged_io import checksum
+from .ranged_io import bytes_of
 from .safetensors_header import Entry
 from .together import together
 
@@ -106,7 +106,7 @@ def _extra(extra: Any, peers: Peers) -> tuple[Contents, dict[str, Any], list[Any
     with together(peers, "taking the extra state") as words:
         encoded = encode(extra, "extra", tensors.__setitem__)
         random_state = encode(capture_random_state(), "random", tensors.__setitem__)
-        facts = {name: [str(t.dtype).removeprefix("torch."), list(t.shape), _crc(t)]
+        facts = {name: [str(t.dtype).removeprefix("torch."), list(t.shape), _content(t)]
                  for name, t in tensors.items()}
         words.mine = (encoded, facts, random_state)
     said = words.all
@@ -122,6 +122,5 @@ def _extra(extra: Any, peers: Peers) -> tuple[Contents, dict[str, Any], list[Any
     return contents, {"same": same, "by_rank": by_rank}, [one[2] for one in said]
 
 
-def _crc(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return checksum(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+def _content(tensor: Tensor) -> str:
+    return hashlib.sha256(bytes_of(tensor.cpu().contiguous())).hexdigest()

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .checksums import checksum
 from .folder import present
 from .manifest import MANIFEST, Manifest, read_manifest
-from .ranged_io import Staging, checksum, read_exactly, slabs
+from .ranged_io import Staging, bytes_of, lies_as_in_file, read_exactly, slabs
 from .safetensors_header import Entry, read_header
 
 __all__ = ["Located", "Source", "Target"]
@@ -125,7 +126,7 @@ class Source:
             done.add((file, block.start))
             data = staging.bytes(block.stop - block.start)
             read_exactly(self._descriptor(file), data, block.start, self.folder / file)
-            if checksum(data) != block.crc:
+            if checksum(data) != block.checksum:
                 raise CheckpointError(
                     f"a file of the checkpoint was altered: {self.folder / file}",
                     got=f"another checksum of bytes {block.start} to {block.stop}",
@@ -145,8 +146,8 @@ class Source:
             fd, offset = self._descriptor(located.file), target.byte_range[0]
             for part in slabs(target.values, staging.limit // dtype.itemsize):
                 count = part.numel() * dtype.itemsize
-                direct = part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous()
-                into = _memory(part) if direct else staging.bytes(count)
+                direct = lies_as_in_file(part, dtype)
+                into = bytes_of(part) if direct else staging.bytes(count)
                 read_exactly(fd, into, offset, self.folder / located.file)
                 if not direct:
                     staging.unpack(part, dtype)
@@ -175,8 +176,3 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _memory(values: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -48,7 +48,7 @@ def together(peers: Peers, doing: str, remedy: str | None = None) -> Generator[W
 
 
 def _text(error: BaseException) -> str:
-    text = str(error).removeprefix("shardwise: ")
+    text = str(error).removeprefix("shardwise: ").removesuffix(".")
     return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
 
 

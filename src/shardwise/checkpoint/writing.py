@@ -12,9 +12,10 @@ from typing import Any
 
 from ..comm.peers import Peers
 from ..errors import CheckpointError
+from .checksums import BLOCK_BYTES, checksum
 from .folder import aside, commit, create_file, discard, prepare, prune, write_text
 from .manifest import MANIFEST, Manifest
-from .ranged_io import BLOCK_BYTES, Block, Staging, checksum, slabs, write_exactly
+from .ranged_io import Block, Staging, slabs, write_exactly
 from .snapshot import Snapshot
 from .together import Words, together
 
@@ -105,6 +106,7 @@ class SaveJob:
 
 def blocks_of(data: Any, offset: int) -> list[Block]:
     """Checksums of ``data``, which lies at ``offset`` of its file."""
+    data = memoryview(bytearray(data) if isinstance(data, bytes) else data)
     return [Block(offset + at, offset + at + len(part), checksum(part))
             for at in range(0, len(data), BLOCK_BYTES) if (part := data[at : at + BLOCK_BYTES])]
 

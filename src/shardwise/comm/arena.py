@@ -155,19 +155,26 @@ class Arena:
             self._reclaim()
             return self._blocks.used
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """An uninitialised 1-D tensor in shared memory, or None when there is no room for it."""
+    def allocate(self, numel: int, dtype: torch.dtype, *, zeroed: bool = False) -> Tensor | None:
+        """A 1-D tensor in shared memory, uninitialised unless ``zeroed``; None when there is no room for it."""
         if not numel or os.getpid() != self._owner:
             return None
-        start = self.reserve(numel * dtype.itemsize)
-        if start is None:
+        taken = self._take(numel * dtype.itemsize)
+        if taken is None:
             return None
+        start, fresh = taken
         memory = memoryview(self.segment.map)[start : start + numel * dtype.itemsize]
         weakref.finalize(memory, self._on_death, start).atexit = False
-        return torch.frombuffer(memory, dtype=dtype)
+        tensor = torch.frombuffer(memory, dtype=dtype)
+        return tensor.zero_() if zeroed and not fresh else tensor
 
     def reserve(self, size: int) -> int | None:
         """The offset of ``size`` bytes that are never freed, or None when there is no room."""
+        taken = self._take(size)
+        return None if taken is None else taken[0]
+
+    def _take(self, size: int) -> tuple[int, bool] | None:
+        """The offset of a block, and whether its pages are new, which are zeros."""
         length = _whole_pages(size)
         with self._lock:
             self._reclaim()
@@ -179,7 +186,7 @@ class Arena:
                 return None
             start, ready = taken
             if ready or self._populate(start, length):
-                return start
+                return start, not ready
             self._blocks.give_back(start, ready=False)
             return None
 

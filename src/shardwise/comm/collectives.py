@@ -59,6 +59,10 @@ class Collectives(ABC):
         """A 1-D buffer that this transport moves without a further copy. Uninitialised."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same, zeroed; not again where the system's new pages are zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     @abstractmethod
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         """Concatenate ``shard`` [n] of every rank into ``out`` [size*n], in rank order.

@@ -89,6 +89,11 @@ class SharedMemoryCollectives(Collectives):
         shared = self._arena.allocate(numel, dtype) if device.type == "cpu" else None
         return super().allocate(numel, dtype, device) if shared is None else shared
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As ``allocate``."""
+        shared = self._arena.allocate(numel, dtype, zeroed=True) if device.type == "cpu" else None
+        return super().zeros(numel, dtype, device) if shared is None else shared
+
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         call = gather_call(out, shard, self.size, tag)
         with self._attendance:

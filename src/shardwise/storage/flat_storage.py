@@ -138,7 +138,7 @@ class FlatStorage:
         if device.type == "meta":
             return torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         if not self.place.offload:
-            return self.comm.allocate(self.layout.shard_numel, dtype, device).zero_()
+            return self.comm.zeros(self.layout.shard_numel, dtype, device)
         pinned = self.place.pin_memory and self.compute_device.type != "cpu"
         return torch.zeros(self.layout.shard_numel, dtype=dtype, pin_memory=pinned)
 
