@@ -132,7 +132,7 @@ def swap_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     return True
 
 
-def mark_foreach_supported(kind: type[nn.Parameter]) -> None:
+def mark_foreach_supported(kind: type[Tensor]) -> None:
     """Let torch's optimizers use their foreach and fused forms for parameters of class ``kind``.
 
     They compare exact types against a list and fall back to a slow loop for any other class.

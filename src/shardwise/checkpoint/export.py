@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..storage.flat_storage import FlatStorage
-from .model_tensors import ModelTensor, model_tensors
+from .model_tensors import ModelTensor, undivided_tensors
 
 __all__ = ["iter_full_tensors"]
 
@@ -22,7 +22,7 @@ def iter_full_tensors(
     asked for. Tied parameters come once. ``dtype``: of floating-point parameters (None: as stored);
     it is also what travels. Persistent buffers come last, as registered. The tensors are the caller's.
     """
-    tensors = model_tensors(model)
+    tensors = undivided_tensors(model)
     sharded: dict[FlatStorage, list[ModelTensor]] = {}
     for tensor in tensors:
         if tensor.storage is not None:

@@ -13,7 +13,7 @@ from ..comm.collectives import Collectives
 from ..comm.mesh import default_group, transports
 from ..comm.peers import Peers
 from ..errors import CheckpointError
-from .model_tensors import ModelTensor, model_tensors
+from .model_tensors import ModelTensor, undivided_tensors
 from .records import ShardedRecord
 from .rows import placement_of
 
@@ -42,7 +42,7 @@ class _Spreader:
     """Sends tensors of rank 0 in the order in which all ranks ask for them."""
 
     def __init__(self, model: nn.Module, state_dict: Any) -> None:
-        self.tensors = {name: tensor for tensor in model_tensors(model) for name in tensor.names}
+        self.tensors = {name: tensor for tensor in undivided_tensors(model) for name in tensor.names}
         storages = [t.storage for t in self.tensors.values() if t.storage is not None]
         self.device = storages[0].compute_device if storages else torch.device("cpu")
         peers = Peers.of()

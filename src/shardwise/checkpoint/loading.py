@@ -26,7 +26,7 @@ from ..comm.peers import Peers
 from ..engine.unit import Unit
 from ..errors import CheckpointError
 from .fit import DtypeMap, NameMap, fit_model
-from .model_tensors import ModelTensor, local_rows, model_tensors, settle
+from .model_tensors import ModelTensor, local_rows, settle, undivided_tensors
 from .optimizer_restore import OptimizerRestore
 from .plain_values import decode
 from .random_state import restore_random_state
@@ -83,7 +83,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
             source = stack.enter_context(Source(Path(path)))
             units = settle(model)
             stack.enter_context(_exact_buffers(units))
-            tensors = model_tensors(model)
+            tensors = undivided_tensors(model)
             found, aliases = _model_files(source)
             pairs = fit_model(tensors, found, aliases, strict=strict, name_map=name_map, dtype_map=dtype_map)
             _require_values(tensors, [tensor for tensor, _ in pairs])

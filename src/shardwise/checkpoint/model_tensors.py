@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..engine.build import owner_of, units_below
 from ..engine.unit import Unit
-from ..errors import CheckpointError
+from ..errors import CheckpointError, name_list
 from ..storage.flat_storage import FLAT, FlatStorage
 from ..storage.sharded_parameter import home_of
 from ..torch_private import buffer_table, is_persistent_buffer
 
-__all__ = ["ModelTensor", "clean_name", "local_rows", "model_tensors", "settle"]
+__all__ = ["ModelTensor", "clean_name", "local_rows", "model_tensors", "settle", "undivided_tensors"]
 
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -108,6 +108,17 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
         for name, now, tensor in _buffers(module, buffers):
             note(id(now), _join(prefix, name), tensor)
     return list(found.values())
+
+
+def undivided_tensors(model: nn.Module) -> list[ModelTensor]:
+    """``model_tensors``, for what knows one group of ranks only. Raises ``CheckpointError`` for any other."""
+    tensors = model_tensors(model)
+    split = [t.fqn for t in tensors if t.storage is not None and t.storage.owned[t.index].parallel is not None]
+    if split:
+        raise CheckpointError(
+            f"parameters are split by tensor parallelism as well ({name_list(split)})", fqn=split[0],
+            remedy="Use torch.distributed.checkpoint on state dicts, which hold DTensors and records of both.")
+    return tensors
 
 
 def _join(prefix: str, name: str) -> str:

@@ -107,6 +107,9 @@ class _Reader:
     def _value(self, tensor: ModelTensor, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
+        part = tensor.storage.owned[tensor.index].parallel if tensor.storage is not None else None
+        if part is not None and tuple(value.shape) == part.shape and not isinstance(value, ShardedRecord):
+            value = part.cut(value)
         if tensor.storage is None or not self._is_by_rows(tensor, name, value):
             return _plain_tensor(value).detach().clone()
         rows = self._rows(tensor, name, value).detach().clone()
@@ -137,7 +140,7 @@ class _Reader:
                 raise CheckpointError("optimizer state of another shape", fqn=f"{tensor.fqn}.{name}",
                                       expected=tensor.shape, got=theirs.shape,
                                       remedy="Load it into the model that it was saved from.")
-            return place.with_trailing(theirs.shape[1:]).cut(value.full_tensor())
+            return place.with_trailing(theirs.shape[1:]).cut_whole(value.full_tensor())
         if self._local:
             return value
         return place.with_trailing(tuple(value.shape[1:])).cut(_plain_tensor(value))

@@ -102,8 +102,10 @@ class _Values:
             part = rows if local else ShardedRecord(rows, place)
             return part.clone() if self._copies else part
         if self._is_like(key[0], form):
-            return self._whole(key, storage, tensor.index)
-        return place.gather(rows.to(storage.compute_device))
+            whole = self._whole(key, storage, tensor.index)
+        else:
+            whole = place.gather(rows.to(storage.compute_device))
+        return whole if place.part is None else place.part.spread(whole)
 
     def _is_like(self, fqn: str, form: Form) -> bool:
         """Shaped like the parameter: such values of a flat parameter are gathered together."""

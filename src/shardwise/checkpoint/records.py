@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..comm.collectives import Collectives
 from ..errors import CheckpointError
+from ..storage.tensor_parallel import ParallelPart
 from ..torch_private import bare_tensor, no_torch_function
 
 __all__ = ["Placement", "ShardedRecord", "rebuild_record"]
@@ -37,6 +38,7 @@ class Placement:
     rank: int
     comm: Collectives | None = field(default=None, compare=False, repr=False)
     device: torch.device | None = field(default=None, compare=False, repr=False)  #: on which ``comm`` works
+    part: ParallelPart | None = None  #: of what ``shape`` is this rank's part, by tensor parallelism
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
@@ -47,23 +49,42 @@ class Placement:
         return self.bounds[self.rank]
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape over all dims of all meshes."""
+        return self.shape if self.part is None else self.part.shape
+
+    @property
     def row_numel(self) -> int:
         """Elements of one row."""
         return prod(self.shape[1:])
 
     def same_rows(self, other: Placement) -> bool:
         """Does every rank hold the same rows in both?"""
-        return (self.shape, self.bounds, self.rank) == (other.shape, other.bounds, other.rank)
+        return (self.shape, self.bounds, self.rank, self.part) == (
+            other.shape, other.bounds, other.rank, other.part)
 
     def with_trailing(self, trailing: tuple[int, ...]) -> Placement:
         """The same rows of a tensor with other dims behind dim 0."""
         shape = (*self.shape[:1], *trailing) if self.shape else trailing
-        return Placement(shape, self.bounds, self.rank, self.comm, self.device)
+        if self.part is not None and shape != self.shape:
+            raise CheckpointError("state that is shaped otherwise than its tensor-parallel parameter has no place",
+                                  expected=f"shape {self.shape}", got=f"shape {shape}",
+                                  remedy="Use an optimizer whose state is shaped like its parameters.")
+        return Placement(shape, self.bounds, self.rank, self.comm, self.device, self.part)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's rows of ``whole``, a view; 1-D for a 0-d tensor."""
         first, last = self.rows
         return (whole if self.shape else whole.reshape(1))[first:last]
+
+    def cut_whole(self, whole: Tensor) -> Tensor:
+        """The same of a tensor of ``whole_shape``."""
+        return self.cut(whole if self.part is None else self.part.cut(whole))
+
+    def gather_whole(self, local: Tensor) -> Tensor:
+        """The tensor of ``whole_shape`` from every rank's rows (a collective of all meshes)."""
+        gathered = self.gather(local)
+        return gathered if self.part is None else self.part.whole(gathered)
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor, in new memory, from every rank's rows (a collective of the group)."""
@@ -100,7 +121,7 @@ class ShardedRecord(torch.Tensor):
     def __new__(
         cls: type[ShardedRecord], local: Tensor, placement: Placement, requires_grad: bool = False
     ) -> ShardedRecord:
-        record = bare_tensor(cls, local, placement.shape, requires_grad)
+        record = bare_tensor(cls, local, placement.whole_shape, requires_grad)
         record._local, record._placement = local, placement
         return record
 
@@ -115,7 +136,7 @@ class ShardedRecord(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, gathered from all ranks of the group (a collective), in new memory."""
-        return self._placement.gather(self._local)
+        return self._placement.gather_whole(self._local)
 
     def _with(self, local: Tensor) -> ShardedRecord:
         return ShardedRecord(local, self._placement, self.requires_grad)
@@ -137,6 +158,9 @@ class ShardedRecord(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._placement
+        if place.part is not None:
+            raise CheckpointError("the record of a tensor-parallel parameter cannot be pickled",
+                                  remedy="Use torch.distributed.checkpoint, or full_tensor().")
         return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank)
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -154,16 +178,16 @@ class ShardedRecord(torch.Tensor):
             return None
         if not place.shape or empty:
             return ChunkStorageMetadata(torch.Size([0] * len(place.shape)), torch.Size(place.shape))
-        trailing = place.shape[1:]
-        return ChunkStorageMetadata(torch.Size([first, *[0] * len(trailing)]),
-                                    torch.Size([last - first, *trailing]))
+        starts = [0] * len(place.shape) if place.part is None else place.part.offsets
+        return ChunkStorageMetadata(torch.Size([starts[0] + first, *starts[1:]]),
+                                    torch.Size([last - first, *place.shape[1:]]))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         box = self._box()
         if box is None:
             return []
         properties = TensorProperties.create_from_tensor(self._local)
-        data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(self._placement.shape))
+        data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(self._placement.whole_shape))
         return [WriteItem(index=MetadataIndex(fqn, box.offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -194,7 +218,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """New memory; a record where the shape is the record's."""
     record = cast("ShardedRecord", args[0])
     local, place = record.to_local(), record.placement
-    if len(args) > 1 and tuple(args[1]) != place.shape:
+    if len(args) > 1 and tuple(args[1]) != place.whole_shape:
         return func(local, *args[1:], **kwargs)
     return ShardedRecord(func(local, *([local.shape] if len(args) > 1 else []), **kwargs), place)
 
@@ -212,7 +236,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                                   remedy="Copy source.full_tensor() instead.")
         rows = source.to_local()
     else:
-        rows = place.cut(source.expand(place.shape))
+        rows = place.cut_whole(source.expand(place.whole_shape))
     target.to_local().copy_(rows.reshape(target.to_local().shape), *args[2:], **kwargs)
     return target
 

@@ -23,7 +23,8 @@ def placement_of(storage: FlatStorage, index: int) -> Placement:
     row = row_granule(shape)
     spans = [storage.layout.span(index, rank) for rank in range(storage.world_size)]
     bounds = tuple((span.start // row, span.stop // row) for span in spans)
-    return Placement(shape, bounds, storage.rank, storage.comm, storage.compute_device)
+    return Placement(shape, bounds, storage.rank, storage.comm, storage.compute_device,
+                     storage.owned[index].parallel)
 
 
 def rows_now(storage: FlatStorage, index: int) -> Tensor:
@@ -63,9 +64,11 @@ def rows_from(storage: FlatStorage, index: int, value: Any, key: str, *, local: 
     if isinstance(value, ShardedRecord):
         if value.placement.same_rows(place):
             return value.to_local().detach()
-        return place.cut(value.full_tensor())
+        return place.cut_whole(value.full_tensor())
     if local:
         return value.detach()
+    if place.part is not None:
+        return place.cut_whole(value.detach())
     gather = getattr(value, "full_tensor", None)  # a DTensor
     return place.cut((value if gather is None else gather()).detach().reshape(place.shape))
 
@@ -79,9 +82,9 @@ def require_shape(storage: FlatStorage, index: int, value: Any, key: str, *, loc
         raise CheckpointError("a state dict entry has no values", fqn=key, unit=storage.unit,
                               expected="a tensor with memory", got="a tensor on the meta device",
                               remedy="Load real tensors, or use StateDictOptions(broadcast_from_rank0=True).")
-    whole = storage.layout.parameters[index].shape
+    whole = placement_of(storage, index).whole_shape
     home = home_of(value) if isinstance(value, nn.Parameter) else None
-    given = tuple(value.shape) if home is None else home[0].layout.parameters[home[1]].shape
+    given = tuple(value.shape) if home is None else placement_of(*home).whole_shape
     wanted = whole
     if local and home is None and not isinstance(value, ShardedRecord):
         wanted = tuple(rows_now(storage, index).shape)

@@ -15,7 +15,7 @@ from ..comm.peers import Peers
 from ..errors import CheckpointError
 from .contents import Contents, Piece, model_contents
 from .file_plan import FilePlan, PlannedFile, plan_files
-from .model_tensors import ModelTensor, model_tensors
+from .model_tensors import ModelTensor, undivided_tensors
 from .optimizer_contents import Described, OptimizerState
 from .plain_values import encode
 from .random_state import capture_random_state
@@ -55,7 +55,7 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
     contents: dict[str, Contents] = {}
     state: dict[str, Any] = {"world_size": peers.size}
     with together(peers, "taking the model's state"):
-        tensors = model_tensors(model)
+        tensors = undivided_tensors(model)
         contents["model"] = model_contents(tensors, dtype, peers.rank)
     if optimizer is not None:
         contents["optimizer"], state["optimizer"] = _optimizer(tensors, optimizer, peers)

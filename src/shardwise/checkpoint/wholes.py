@@ -48,6 +48,9 @@ class Wholes:
         if not keep:
             self._made[key] = None
             return None
+        part = storage.owned[index].parallel
+        if part is not None:
+            whole = part.spread(whole)  # what the bare module has
         if host:
             whole = whole.cpu()
         self._made[key] = weakref.ref(whole)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import WritebackError
-from ..storage.global_norm import GradientKind
 from ..torch_private import (
     allow_gradient_dtype,
     no_gradients,
@@ -26,7 +25,7 @@ from .reduce import Reduced
 __all__ = ["bind"]
 
 
-def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
+def bind(collector: Collector, reduced: Reduced,
          wanted: Callable[[Sequence[int]], bool] | None = None) -> None:
     """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk."""
     chunk = reduced.chunk
@@ -42,8 +41,8 @@ def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
             source = converted.get(form)
             if source is None:
                 source = converted[form] = chunk.to(dtype=form[0], device=form[1])
-            gradient = kind.mark(source.as_strided(seen.size, seen.stride, binding.offset))
-            chosen.append((binding, _hooked(binding, gradient, kind)))
+            gradient = storage.kind.mark(source.as_strided(seen.size, seen.stride, binding.offset))
+            chosen.append((binding, _hooked(binding, gradient)))
         with without_torch_function():
             for binding, gradient in chosen:
                 _give(binding, gradient)
@@ -51,7 +50,7 @@ def bind(collector: Collector, reduced: Reduced, kind: GradientKind,
             run_post_accumulate_hooks(binding.seen.parameter)
 
 
-def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
+def _hooked(binding: Binding, gradient: Tensor) -> Tensor:
     """What the user's hooks make of ``gradient``; it is this rank's part of a whole all the same."""
     changed = run_gradient_hooks(binding.seen.parameter, gradient)
     if changed is gradient:
@@ -63,7 +62,7 @@ def _hooked(binding: Binding, gradient: Tensor, kind: GradientKind) -> Tensor:
             got=tuple(changed.shape),
             remedy="A hook gets and gives the reduced gradient of this rank's rows.",
         )
-    return kind.mark(changed.detach())
+    return binding.storage.kind.mark(changed.detach())
 
 
 def _give(binding: Binding, gradient: Tensor) -> None:

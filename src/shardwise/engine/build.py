@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.choose import collectives_for
 from ..comm.lanes import lanes_for
 from ..errors import ConfigurationError, LifecycleError, name_list
 from ..plan.lifecycle import Pass
@@ -18,6 +20,7 @@ from ..storage.flat_buffer import BufferPool
 from ..storage.flat_storage import FlatStorage, Place
 from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
+from ..storage.tensor_parallel import ParallelPart, Together, take_local_part
 from .direct import show_at_rest
 from .hooks import attach, hooks_of, keep_precision, unit_of
 from .precision import kept_modules
@@ -34,6 +37,8 @@ _POOLS: dict[torch.device, BufferPool] = {}
 
 #: parameters that make one flat parameter, and whether they keep their dtype in computation
 Kind = tuple[list[OwnedParameter], bool]
+#: ranks with other parts of the parameters than this one, by tensor parallelism
+Split = tuple[tuple[DeviceMesh, int], ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     )
     _check(ownership, modules[0], choices)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
-    storages = _storages(type(modules[0]).__name__, _kinds(ownership.owned, kept), choices)
+    storages = _storages(type(modules[0]).__name__, ownership.owned, kept, choices)
     face = OriginalFace() if choices.original_parameters else FlatFace()
     for storage in storages:
         for index, entry in enumerate(storage.owned):
@@ -104,11 +109,27 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
-def _storages(unit: str, kinds: Sequence[Kind], choices: Choices) -> list[FlatStorage]:
+def _storages(
+    unit: str, owned: Sequence[OwnedParameter], kept: set[nn.Module], choices: Choices
+) -> list[FlatStorage]:
+    for entry in owned:
+        take_local_part(entry, choices.groups.members)
     place = Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory)
     precision, kept_precision = choices.precision, choices.precision.for_kept()
-    return [FlatStorage(unit, owned, choices.groups.shard, kept_precision if is_kept else precision, place)
-            for owned, is_kept in kinds]
+    return [FlatStorage(unit, alike, choices.groups.shard, kept_precision if is_kept else precision, place,
+                        norm_comm=_norm_comm(_split(alike[0]), choices))
+            for alike, is_kept in _kinds(owned, kept)]
+
+
+def _split(entry: OwnedParameter) -> Split:
+    part: ParallelPart | None = entry.parallel
+    return () if part is None else tuple((part.mesh, dim) for dim in part.split_dims)
+
+
+def _norm_comm(split: Split, choices: Choices) -> Together | None:
+    """Over whom norms are combined, where that is more than the shard group."""
+    groups = [collectives_for(mesh.get_group(dim), choices.device) for mesh, dim in split]
+    return Together([choices.groups.shard, *groups]) if groups else None
 
 
 def pool_for(device: torch.device) -> BufferPool:
@@ -117,14 +138,15 @@ def pool_for(device: torch.device) -> BufferPool:
 
 
 def _kinds(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[Kind]:
-    """Parameters of the same stored dtype and the same ``requires_grad`` go together. Those that only
-    ``kept`` modules have (True) keep their dtype in computation, and go apart from the others."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[OwnedParameter]] = {}
+    """Parameters of the same stored dtype, the same ``requires_grad``, and split over the same ranks go
+    together. Those that only ``kept`` modules have (True) keep their dtype in computation, and go apart
+    from the others."""
+    kinds: dict[tuple[torch.dtype, bool, bool, Split], list[OwnedParameter]] = {}
     for entry in owned:
         is_kept = all(slot.module in kept for slot in entry.slots)
-        kind = (entry.parameter.dtype, entry.parameter.requires_grad, is_kept)
+        kind = (entry.parameter.dtype, entry.parameter.requires_grad, is_kept, _split(entry))
         kinds.setdefault(kind, []).append(entry)
-    return [(entries, is_kept) for (_, _, is_kept), entries in kinds.items()]
+    return [(entries, is_kept) for (_, _, is_kept, _), entries in kinds.items()]
 
 
 def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:

@@ -146,6 +146,7 @@ class Collector:
     def _listener(self, target: Target) -> Callable[[Tensor], None]:
         # weak: what a tensor's hooks hold is beyond the reach of Python's garbage collection
         collector, number, large = weakref.ref(self), target.number, target.leaf.numel() >= self.LARGE
+        part = target.storage.owned[target.index].parallel
 
         @never_traced
         def on_gradient(leaf: Tensor) -> None:
@@ -153,7 +154,7 @@ class Collector:
             leaf.grad = None
             mine = collector()
             if gradient is not None and mine is not None:
-                mine._take(number, gradient, large)
+                mine._take(number, gradient if part is None else part.localise(gradient), large)
 
         return on_gradient
 

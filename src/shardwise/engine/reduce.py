@@ -57,6 +57,11 @@ class Groups:
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)
 
     @property
+    def members(self) -> set[int]:
+        """The ranks, as the default group numbers them."""
+        return {rank for group in self.nontrivial for rank in group.members}
+
+    @property
     def nontrivial(self) -> Iterator[Collectives]:
         """The groups with more than one rank."""
         if self.shard.size > 1:

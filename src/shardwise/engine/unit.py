@@ -21,7 +21,6 @@ from ..plan.options import Precision
 from ..storage.faces import OriginalFace
 from ..storage.filling import leave_meta
 from ..storage.flat_storage import FlatStorage
-from ..storage.global_norm import GradientKind
 from ..storage.roster import Roster
 from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
 from .bind import bind
@@ -69,7 +68,6 @@ class Unit:
         self.buffers = UnitBuffers()
         self.gather = Gather(storages, groups.shard, lanes)
         self.reducer = Reducer(groups, lanes)
-        self.kind = GradientKind(groups.shard)
         self.sent: Reduced | None = None
         self.flags: list[bool] = []  #: which targets had a gradient here in the last reduction
         self.collector = Collector(storages, lanes, self._on_first, self._on_complete)
@@ -260,7 +258,7 @@ class Unit:
         self.flags = sent.used  # with what waited for the replicas, if anything did
         if sent.final:
             self.lanes.compute.note("bind", reads=[sent.chunk])
-            bind(self.collector, sent, self.kind,
+            bind(self.collector, sent,
                  None if all(sent.used) else lambda numbers: any(sent.used[n] for n in numbers))
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
@@ -270,7 +268,7 @@ class Unit:
         """
         sent, self.sent = self.sent, None
         if sent is not None and sent.bound:
-            bind(self.collector, sent, self.kind,
+            bind(self.collector, sent,
                  lambda numbers: any(used_anywhere[n] for n in numbers)
                  and not any(sent.used[n] for n in numbers))
 

@@ -150,7 +150,7 @@ def _copy_storage(storage: FlatStorage, memo: Memo) -> FlatStorage:
     owned: list[OwnedParameter] = []
     for entry, parameter in zip(storage.owned, storage.parameters, strict=True):
         slots = [Slot(_copied(slot.module, memo), slot.name, slot.fqn) for slot in entry.slots]
-        owned.append(OwnedParameter(copy.deepcopy(parameter, memo), slots))
+        owned.append(OwnedParameter(copy.deepcopy(parameter, memo), slots, entry.parallel))
     made = FlatStorage(storage.unit, owned, storage.comm, storage.policy, storage.place, like=storage)
     if storage.hidden:
         flat = storage.visible[0]

@@ -12,6 +12,7 @@ from ..comm.collectives import Collectives
 from ..engine.hooks import unit_of
 from ..plan.ownership import walk
 from ..storage.sharded_parameter import home_of
+from ..storage.tensor_parallel import local_part
 
 __all__ = ["all_on_meta", "device_of", "move_to_device", "sync_states"]
 
@@ -83,7 +84,7 @@ def sync_states(
     for _, one in _own_modules(module, ignored):
         for parameter in one._parameters.values():
             if parameter is not None and parameter not in ignored_parameters and home_of(parameter) is None:
-                states[id(parameter)] = parameter.data
+                states[id(parameter)] = local_part(parameter.data)
         for buffer in one._buffers.values():
             if buffer is not None:
                 states[id(buffer)] = buffer.data

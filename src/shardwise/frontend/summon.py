@@ -167,7 +167,7 @@ def _widen(unit: Unit, options: WideningOptions, opened: list[Widened]) -> None:
     main = not options.rank0_only or all(comm.rank == 0 for comm in unit.groups.nontrivial)
     _SUMMONED[unit] = options
     for storage in unit.storages:
-        widened = Widened(storage, options, unit.kind, main)
+        widened = Widened(storage, options, main)
         widened.open()
         opened.append(widened)
     unit.face.reveal()

@@ -31,6 +31,7 @@ class OwnedParameter:
 
     parameter: nn.Parameter
     slots: list[Slot] = field(default_factory=list["Slot"])
+    parallel: Any = None  #: how tensor parallelism has split it over another mesh, if it has
 
     @property
     def fqn(self) -> str:

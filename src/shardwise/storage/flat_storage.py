@@ -24,8 +24,10 @@ from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter
 from ..torch_private import without_torch_function
 from .flat_buffer import FlatBuffer
+from .global_norm import AllReduces, GradientKind
 from .memory_format import MemoryFormat, format_of
 from .sharded_parameter import enroll
+from .tensor_parallel import as_used, local_part
 from .visible import Place, Visible
 
 __all__ = ["FLAT", "FlatStorage", "Place", "Visible"]
@@ -48,11 +50,11 @@ class FlatStorage:
         precision: Precision,
         place: Place,
         *,
-        like: FlatStorage | None = None,
+        like: FlatStorage | None = None, norm_comm: AllReduces | None = None,
     ) -> None:
         """``owned`` show whole values; or, as copies of those of ``like``, its rows: no traffic then."""
         self.unit = unit
-        self.comm = comm
+        self.comm, self.kind = comm, like.kind if like else GradientKind(norm_comm or comm)
         self.policy = self.precision = precision  # the second is another one in full precision
         self.compute_device, self.pool, self.place = place.device, place.pool, place
         self.owned = list(owned)
@@ -233,7 +235,7 @@ class FlatStorage:
     def _make_leaf(self, index: int) -> nn.Parameter:
         shape = self.layout.parameters[index].shape
         view = self.full.as_strided(shape, self.formats[index].strides(shape), self.layout.offsets[index])
-        leaf = nn.Parameter(view.data, requires_grad=self.parameters[index].requires_grad)
+        leaf = nn.Parameter(as_used(self.owned[index], view.data), self.parameters[index].requires_grad)
         leaf.__dict__.update(self.parameters[index].__dict__)
         return leaf
 
@@ -255,7 +257,7 @@ class FlatStorage:
         self.buffer.allocate()
         with torch.no_grad():
             for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
-                leaf.data.copy_(parameter.data)
+                local_part(leaf.data).copy_(parameter.data)
 
     # ------------------------------------------------------------------ whole values
     def gather_flat(self, shard: Tensor, *, tag: int = 0) -> Tensor:

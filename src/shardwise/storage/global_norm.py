@@ -14,22 +14,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Collectives, Reduction
+from ..comm.collectives import Handle, Reduction
 from ..errors import ShardwiseError
 from ..torch_private import foreach_norm, mark_foreach_supported, scaler_check, without_torch_function
 
-__all__ = ["GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
+__all__ = ["AllReduces", "GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
+
+
+class AllReduces(Protocol):
+    """One or more groups of ranks that can combine a tensor."""
+
+    size: int
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> Handle: ...
 
 
 class ShardedGradient(Tensor):
     """This rank's rows of a gradient; a subclass for each group of ranks that share it."""
 
-    comm: ClassVar[Collectives]
+    comm: ClassVar[AllReduces]
 
     @classmethod
     def __torch_function__(
@@ -51,7 +59,7 @@ class ShardedGradient(Tensor):
 class GradientKind:
     """Makes the gradients of one shard group: plain tensors where nothing is split."""
 
-    def __init__(self, comm: Collectives) -> None:
+    def __init__(self, comm: AllReduces) -> None:
         self._kind: type[ShardedGradient] | None = None
         if comm.size > 1:
             self._kind = type("ShardedGradient", (ShardedGradient,), {"comm": comm})
@@ -74,10 +82,10 @@ class PartialNorm(Tensor):
     """This rank's part of the norm of a sharded gradient; becomes global when it is read."""
 
     order: float
-    comm: Collectives
+    comm: AllReduces
 
     @staticmethod
-    def of(local: Tensor, order: float, comm: Collectives) -> PartialNorm:
+    def of(local: Tensor, order: float, comm: AllReduces) -> PartialNorm:
         """From the norm of this rank's rows."""
         made = cast("PartialNorm", local.as_subclass(PartialNorm))
         made.order, made.comm = order, comm
@@ -143,7 +151,7 @@ def combine_norms(parts: Sequence[Tensor], order: float) -> Tensor:
 
     One all-reduce for each group. Plain parts count once. Returns a 0-d tensor.
     """
-    by_group: dict[Collectives, list[Tensor]] = {}
+    by_group: dict[AllReduces, list[Tensor]] = {}
     whole: list[Tensor] = []
     for part in parts:
         if isinstance(part, PartialNorm):
@@ -158,7 +166,7 @@ def combine_norms(parts: Sequence[Tensor], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([part.to(device) for part in whole]), order)
 
 
-def _over_ranks(norms: Tensor, order: float, comm: Collectives) -> Tensor:
+def _over_ranks(norms: Tensor, order: float, comm: AllReduces) -> Tensor:
     """All-reduce a vector of partial norms into one norm."""
     if math.isinf(order):
         local = norms.max() if order > 0 else norms.min()

@@ -17,13 +17,16 @@ from torch import Tensor
 from ..errors import LifecycleError
 from ..torch_private import mark_foreach_supported, without_torch_function
 from .flat_storage import FlatStorage
-from .sharded_parameter import FlatParameter, ShardedParameter, home_of
+from .sharded_parameter import FlatParameter, ShardedMethods, ShardedParameter, home_of
+from .tensor_parallel import TensorParallelParameter
 
 __all__ = ["GuardedParameter", "guard", "unguard"]
 
 
-class GuardedParameter(ShardedParameter):
-    """The user's parameter at rest while a step is under way."""
+class _Refuses:
+    """Refuses to be computed with."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -43,17 +46,28 @@ class GuardedParameter(ShardedParameter):
         return result
 
 
+class GuardedParameter(_Refuses, ShardedParameter):
+    """The user's parameter at rest while a step is under way."""
+
+
 class GuardedFlatParameter(GuardedParameter, FlatParameter):
     """The same for a flat parameter."""
 
 
-_GUARDED: dict[type, type] = {ShardedParameter: GuardedParameter, FlatParameter: GuardedFlatParameter}
+class GuardedTensorParallelParameter(_Refuses, ShardedMethods, Tensor):
+    """The same for a part of a tensor-parallel parameter."""
+
+    __slots__ = ("_local_tensor", "_spec")
+
+
+_GUARDED: dict[type, type] = {ShardedParameter: GuardedParameter, FlatParameter: GuardedFlatParameter,
+                              TensorParallelParameter: GuardedTensorParallelParameter}
 _CHEAP: dict[type, type] = {guarded: cheap for cheap, guarded in _GUARDED.items()}
 
 
 def _guarded(values: Iterable[Any]) -> Any:
     for value in values:
-        if isinstance(value, GuardedParameter):
+        if isinstance(value, _Refuses):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _guarded(cast("list[Any]", value))
@@ -116,3 +130,4 @@ _READS: frozenset[Any] = frozenset({
 
 mark_foreach_supported(GuardedParameter)
 mark_foreach_supported(GuardedFlatParameter)
+mark_foreach_supported(GuardedTensorParallelParameter)

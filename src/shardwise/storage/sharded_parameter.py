@@ -8,7 +8,7 @@ keeps ``Parameter``'s disabled ``__torch_function__``.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,17 @@ from .global_norm import ShardedGradient
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
 
-__all__ = ["FlatParameter", "ShardedParameter", "enroll", "give_memory", "home_of", "is_sharded", "withdraw"]
+__all__ = ["FlatParameter", "ShardedMethods", "ShardedParameter", "enroll", "give_memory", "home_of",
+           "is_sharded", "withdraw"]
 
 # parameter object -> (weakly, the storage that holds it; its index there)
 _HOMES: Any = WeakIdKeyDictionary()
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank holds whole rows: ``shape[0]`` is the number of local rows."""
+class ShardedMethods:
+    """What every sharded parameter can do."""
+
+    __slots__ = ()
 
     @property
     def global_shape(self) -> torch.Size:
@@ -35,27 +38,32 @@ class ShardedParameter(nn.Parameter):
         storage, index = _home(self)
         if index < 0:
             return torch.Size((storage.layout.flat_numel,))
-        return torch.Size(storage.layout.parameters[index].shape)
+        part = storage.owned[index].parallel
+        return torch.Size(storage.layout.parameters[index].shape if part is None else part.shape)
 
     def to_local(self) -> Tensor:
         """This rank's rows, without autograd history; shares memory with the parameter."""
-        return self.detach()
+        return cast(Tensor, self).detach()
 
     def full_tensor(self) -> Tensor:
         """The whole parameter, gathered from all ranks of the shard group (a collective).
 
-        Shape ``global_shape``, stored dtype, detached. Every rank of the group must call it.
-        Inside ``summon_full_params`` a copy of what the parameter shows, without a collective.
+        Shape ``global_shape``, stored dtype, detached. Every rank of the group must call it, and with
+        tensor parallelism those of its mesh too. Inside ``summon_full_params`` a copy of what the
+        parameter shows, without a collective of the shard group.
         """
         storage, index = _home(self)
-        if storage.widened:
-            if storage.whole and index >= 0:
-                return self.detach().clone()
+        mine = cast(Tensor, self).detach()
+        if storage.widened and (index < 0 or not storage.whole):
             raise LifecycleError(
                 "this rank has no whole parameters inside summon_full_params", unit=storage.unit,
                 rank=storage.rank, remedy="Ask the originals, and summon without rank0_only.",
             )
-        return storage.gather_flat(self) if index < 0 else storage.gather_one(index, self.detach())
+        if index < 0:
+            return storage.gather_flat(mine)
+        gathered = mine.clone() if storage.widened else storage.gather_one(index, mine)
+        part = storage.owned[index].parallel
+        return gathered if part is None else part.whole(gathered)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with what this one shows: rows, or inside a summon the whole.
@@ -63,10 +71,15 @@ class ShardedParameter(nn.Parameter):
         A copy of the model makes it a parameter of its copied unit.
         """
         if id(self) not in memo:
+            mine = cast(Tensor, self)
             with torch.no_grad():
-                value = self.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(value, self.requires_grad)
+                value = mine.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(value, mine.requires_grad)
         return memo[id(self)]
+
+
+class ShardedParameter(ShardedMethods, nn.Parameter):
+    """A parameter of which this rank holds whole rows: ``shape[0]`` is the number of local rows."""
 
 
 class FlatParameter(ShardedParameter):
@@ -95,7 +108,7 @@ class FlatParameter(ShardedParameter):
         return tuple((span.shard_offset, span.shard_offset + span.numel) for span in spans)
 
 
-def _home(parameter: nn.Parameter) -> tuple[FlatStorage, int]:
+def _home(parameter: Any) -> tuple[FlatStorage, int]:
     home = home_of(parameter)
     if home is None:
         raise LifecycleError(

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..comm.collectives import Collectives
 from ..errors import WritebackError
 from .flat_storage import FlatStorage
-from .global_norm import GradientKind
 from .sharded_parameter import home_of
 from .wide_gradients import WideGradients
 
@@ -43,15 +42,13 @@ class WideningOptions:
 class Widened:
     """One storage while a summon is open on it. ``main``: this rank sees whole values."""
 
-    def __init__(
-        self, storage: FlatStorage, options: WideningOptions, kind: GradientKind, main: bool
-    ) -> None:
+    def __init__(self, storage: FlatStorage, options: WideningOptions, main: bool) -> None:
         self.storage, self.options, self.main = storage, options, main
         self.device = torch.device("cpu") if options.offload_to_cpu else storage.shard.device
         self.full: Tensor | None = None  #: [N*S] gathered; None where nothing had to be
         self._backup = storage.shard.clone() if storage.world_size == 1 and not options.writeback else None
         self._pointers: list[int] = []
-        self._gradients = WideGradients(storage, kind)
+        self._gradients = WideGradients(storage, storage.kind)
 
     # ------------------------------------------------------------------ wider
     def open(self) -> None:
