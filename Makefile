@@ -52,8 +52,8 @@ types: $(call need,types)  ## pyright, strict on src
 fuzz: $(call need,test)  ## search the property tests for longer
 	$(PY) -m pytest -m fuzz --hypothesis-profile=fuzz $(ARGS)
 
-device-check: $(call need,test)  ## the tests that need an accelerator (PY=python3 to use a machine's own torch)
-	$(PY) -m pytest -m device $(ARGS)
+device-check: $(call need,test)  ## what one accelerator has to show (PY=python3 to use a machine's own torch)
+	$(PY) -m benchmarks.device_check $(ARGS)
 
 bench: $(call need,test)  ## the benchmarks, each against its peers in the same run
 	$(PY) -m benchmarks $(ARGS)

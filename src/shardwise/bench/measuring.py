@@ -66,7 +66,9 @@ class _Run:
         self._workload, self._setup, self._rounds = workload, setup, rounds
         before = self._allocated()
         torch.manual_seed(rounds.seed)
-        self._trainer: Trainer = contender(workload.build().to(setup.device), setup)
+        with setup.device:  # initialised where it is used: much faster for a large model
+            model = workload.build().to(setup.device)
+        self._trainer: Trainer = contender(model, setup)
         self._held = self._allocated() - before
 
     def step(self, number: int, *, timed: bool) -> None:

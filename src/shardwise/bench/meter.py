@@ -95,7 +95,7 @@ def metered(module: nn.Module, world: int, *, own: bool) -> Iterator[Cost]:
 
 
 def count_calls(run: Callable[[], object]) -> int:
-    """Python and C functions that ``run`` calls on this thread."""
+    """Python and C functions that ``run`` calls on this thread (a backward on an accelerator has its own)."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
