@@ -23,6 +23,7 @@ from ..storage.sharded_parameter import home_of
 from ..storage.tensor_parallel import ParallelPart, Together, take_local_part
 from .direct import show_at_rest
 from .hooks import attach, hooks_of, keep_precision, unit_of
+from .likeness import note_first_rows, note_first_values
 from .precision import kept_modules
 from .reduce import Groups
 from .session import Session
@@ -84,6 +85,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         stop=elsewhere, ignored=set(choices.ignored_parameters), owner=owner_of,
     )
     _check(ownership, modules[0], choices)
+    values = note_first_values(ownership.owned)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
     storages = _storages(type(modules[0]).__name__, ownership.owned, kept, choices)
     face = OriginalFace() if choices.original_parameters else FlatFace()
@@ -96,13 +98,12 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     precision = choices.precision.for_kept() if kept.issuperset(modules) else choices.precision
     unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device), precision)
     unit.settings, unit.schedule = choices.settings, choices.schedule
-    unit.needs = needs
-    unit.own_modules = ownership.modules
-    unit.roster = Roster(ownership.modules)
+    unit.needs, unit.own_modules, unit.roster = needs, ownership.modules, Roster(ownership.modules)
     unit.buffers.observe([(name, module) for name, module in ownership.modules if module not in kept],
                          precision.buffer)
     attach(unit, start_session)
     show_at_rest(unit)
+    note_first_rows(unit, values)
     for module in kept:
         if choices.precision.param is not None and isinstance(module, choices.precision.kept_classes):
             keep_precision(module)

@@ -17,6 +17,7 @@ from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
 from ..torch_private import in_backward, never_traced, queue_after_backward
 from .buffers import buffers_for_compute, cast_buffers
+from .likeness import require_likeness
 from .residents import Residents
 from .settings import Schedule
 from .step import Call, Step
@@ -31,13 +32,12 @@ class Session:
 
     def __init__(self, root: Unit, units: Sequence[Unit], lanes: Lanes, schedule: Schedule) -> None:
         self.root, self.units, self.lanes, self.schedule = root, list(units), lanes, schedule
-        self.pass_ = Pass.REST
-        self.step = Step()
+        self.pass_, self.step = Pass.REST, Step()
         self.residents = Residents(lanes, schedule)
         self.open: list[Unit] = []  #: forwards under way, the innermost last
         self._started: list[Unit] = []  #: in the order of this forward …
         self._last_started: list[Unit] = []  #: … and of the last one
-        self._guarded = False
+        self._guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         for unit in self.units:
@@ -108,6 +108,7 @@ class Session:
 
     def _begin_forward(self) -> None:
         """From rest. What is still gathered may be older than the user's last edit: it goes."""
+        self._compared = self._compared or require_likeness(self.root, self.units)
         self._move(Pass.FORWARD)
         self.residents.drain(keep=0)
         cast_buffers(buffers_for_compute(unit.buffers for unit in self.units))
@@ -157,8 +158,7 @@ class Session:
         self._move(Pass.REST)
         self.residents.give_up()
         for unit in self.units:
-            # gathered ahead and never used
-            idle = unit.uses == 0 and not unit.asked
+            idle = unit.uses == 0 and not unit.asked  # gathered ahead and never used
             if idle and unit.settings.reshard_after_forward and unit is not self.root:
                 self.residents.release(unit)
         if not torch.is_grad_enabled():

@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives
 from ..comm.lanes import Lanes
 from ..errors import LifecycleError
 from ..plan.lifecycle import Residency, require_move
@@ -27,6 +26,7 @@ from .bind import bind
 from .buffers import UnitBuffers
 from .collect import Collector
 from .gather import Gather
+from .numbering import number
 from .reduce import Groups, Reduced, Reducer
 from .settings import Schedule, Settings
 from .turns import Turns
@@ -38,8 +38,6 @@ __all__ = ["Unit"]
 class Unit:
     """The parameters of one or more modules, moved as one."""
 
-    _registered: ClassVar[weakref.WeakKeyDictionary[Collectives, list[weakref.ref[Unit]]]] = (
-        weakref.WeakKeyDictionary())
     _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
         weakref.WeakKeyDictionary())
 
@@ -51,7 +49,7 @@ class Unit:
         self.precision = precision  #: the policy, or no mixing at all (full precision)
         self._owners.update({storage: weakref.ref(self) for storage in storages})
         self.fqn = ""
-        self.number = self._register()
+        self.number = number(self, list(groups.nontrivial) or [groups.shard])
         self.schedule = Schedule()  #: counts where this unit is a root
         self.needs: list[Unit] = []  #: units that own parameters which this one borrows
         self.residency = Residency.SHARDED
@@ -87,20 +85,6 @@ class Unit:
     def name(self) -> str:
         """For messages."""
         return self.fqn or "(root)"
-
-    def _register(self) -> int:
-        """Number the units of a group, alike on all its ranks, and let it name them in messages."""
-        comm = next(self.groups.nontrivial, self.groups.shard)
-        units = self._registered.setdefault(comm, [])
-        units.append(weakref.ref(self))
-
-        def describe(tag: int) -> str:
-            unit = units[tag // 4]() if 0 <= tag // 4 < len(units) else None
-            return unit.name if unit is not None else f"unit number {tag // 4}"
-
-        for one in self.groups.nontrivial:
-            one.describe_tag = describe
-        return len(units) - 1
 
     def tag(self, phase: int) -> int:
         """A number that all ranks of the group agree on: 0 gather, 1 reduce-scatter, 2 all-reduce."""
