@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .engine.stuck import report_stuck
 from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.communication import share_comm_ctx
 from .frontend.composable import fully_shard
@@ -81,6 +82,7 @@ __all__ = [
     "observe",
     "plan_of",
     "register_fsdp_forward_method",
+    "report_stuck",
     "share_comm_ctx",
     "summon_full_params",
     "trace",

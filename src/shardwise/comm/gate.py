@@ -24,6 +24,7 @@ from typing import NamedTuple
 from ..errors import CommunicationError
 from .agreement import Call, DescribeTag, peer_error, require_agreement
 from .rendezvous import Peer
+from .underway import Waiting
 
 __all__ = ["CONTROL_BYTES", "Gate", "Sources"]
 
@@ -104,6 +105,11 @@ class Gate:
             os.close(descriptor)
 
     def _wait(self, call: Call) -> None:
+        if self._missing():
+            with Waiting(call, self.describe_tag, self._members, self._missing):
+                self._wait_for_missing(call)
+
+    def _wait_for_missing(self, call: Call) -> None:
         deadline: float | None = None
         while missing := self._missing():
             self._require_presence(call, missing)

@@ -31,6 +31,7 @@ from .agreement import (
     tensor_call,
 )
 from .collectives import DONE, Collectives, Handle, Reduction
+from .underway import Waiting
 
 __all__ = ["ProcessGroupCollectives", "backends_by_device"]
 
@@ -162,8 +163,13 @@ class _Pending(Handle):
         work, self._work = self._work, None
         if work is None:
             return
+        owner = self._owner
         try:
-            work.wait()
+            if owner._trusting:  # on streams: this only orders them
+                work.wait()
+            else:
+                with Waiting(self._call, owner.describe_tag, owner.members):
+                    work.wait()
         except RuntimeError as error:
             raise _explained(error, self._call, self._owner) from error
 

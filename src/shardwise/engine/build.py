@@ -29,6 +29,7 @@ from .reduce import Groups
 from .session import Session
 from .settings import Schedule, Settings
 from .skipping import SkippingSession
+from .stuck import follow
 from .unit import Unit
 
 __all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
@@ -235,6 +236,7 @@ def start_session(root: Unit) -> Session:
             )
     skips = root.schedule.skips and any(comm.real for comm in root.groups.nontrivial)
     session = (SkippingSession if skips else Session)(root, list(named), root.lanes, root.schedule)
+    follow(session)
     for unit, name in named.items():
         unit.fqn = name
         for storage in unit.storages:
