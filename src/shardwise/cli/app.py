@@ -12,6 +12,7 @@ import typer
 from ..errors import ShardwiseError
 from . import checkpoint_commands
 from .bench_command import bench
+from .doctor_command import doctor
 from .trace_command import trace
 
 __all__ = ["app", "main"]
@@ -22,7 +23,7 @@ app = typer.Typer(name="shardwise", no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, help="Tools for models that are trained with shardwise.")
 for _name, _group in _GROUPS.items():
     app.add_typer(_group, name=_name)
-for _command in (bench, trace):
+for _command in (bench, doctor, trace):
     app.command()(_command)
 
 
