@@ -94,7 +94,7 @@ class UnitState:
     def save(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
         """Put the values of one module in, in the order of the bare module."""
         for unit in (self.unit, *self.unit.needs):
-            unit.take_over_edits()
+            unit.take_over_edits(adopt=False)
         behind_flat: dict[str, Any] = {}
         for showing in place.showings:
             key = prefix + showing.name
@@ -157,7 +157,7 @@ class UnitState:
             raise CheckpointError("cannot load a state dict into a unit in use", unit=unit.name,
                                   remedy="Load outside of forward and backward.")
         for one in (unit, *unit.needs):
-            one.take_over_edits()
+            one.take_over_edits(adopt=False)
         share_tied(root, state, prefix)
         check_values(root, state, prefix, local=self._local)
         for storage in unit.storages:

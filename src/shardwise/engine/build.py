@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,18 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.choose import collectives_for
 from ..comm.lanes import lanes_for
-from ..errors import ConfigurationError, LifecycleError, name_list
+from ..errors import ConfigurationError, LifecycleError, WritebackError, name_list
 from ..plan.lifecycle import Pass
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
 from ..storage.faces import FlatFace, OriginalFace
 from ..storage.flat_buffer import BufferPool
 from ..storage.flat_storage import FlatStorage, Place
+from ..storage.guard import guard
 from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
 from ..storage.tensor_parallel import ParallelPart, Together, take_local_part
 from .direct import show_at_rest
-from .hooks import attach, hooks_of, keep_precision, unit_of
+from .hooks import attach, attach_places, hooks_of, keep_precision, unit_of
 from .likeness import note_first_rows, note_first_values
 from .precision import kept_modules
 from .reduce import Groups
@@ -77,14 +79,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
                 remedy="Apply fully_shard or FullyShardedDataParallel once to each module.",
             )
 
-    def elsewhere(module: nn.Module) -> bool:
-        return unit_of(module) is not None or module in choices.ignored_modules
-
-    several = len(modules) > 1
-    ownership = collect(
-        [(str(i) if several else "", module) for i, module in enumerate(modules)],
-        stop=elsewhere, ignored=set(choices.ignored_parameters), owner=owner_of,
-    )
+    ownership = _collect(modules, choices)
     _check(ownership, modules[0], choices)
     values = note_first_values(ownership.owned)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
@@ -100,6 +95,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     unit = Unit(modules, storages, face, choices.groups, lanes_for(choices.device), precision)
     unit.settings, unit.schedule = choices.settings, choices.schedule
     unit.needs, unit.own_modules, unit.roster = needs, ownership.modules, Roster(ownership.modules)
+    unit.take_in = partial(_take_in, choices=choices)
     unit.buffers.observe([(name, module) for name, module in ownership.modules if module not in kept],
                          precision.buffer)
     attach(unit, start_session)
@@ -109,6 +105,49 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         if choices.precision.param is not None and isinstance(module, choices.precision.kept_classes):
             keep_precision(module)
     return unit
+
+
+def _collect(modules: Sequence[nn.Module], choices: Choices) -> Ownership:
+    def elsewhere(module: nn.Module) -> bool:
+        return unit_of(module) is not None or module in choices.ignored_modules
+
+    several = len(modules) > 1
+    return collect(
+        [(str(i) if several else "", module) for i, module in enumerate(modules)],
+        stop=elsewhere, ignored=set(choices.ignored_parameters), owner=owner_of,
+    )
+
+
+def _take_in(unit: Unit, choices: Choices) -> None:
+    """Shard what was added to the modules of ``unit`` since they were looked at, as if it had been there.
+
+    Every rank has to add the same. No traffic: each rank takes its rows of its own whole values.
+    """
+    ownership = _collect(unit.modules, choices)
+    if ownership.owned and isinstance(unit.face, FlatFace):
+        raise WritebackError(
+            "Cannot writeback: a parameter was added after sharding, and no flat parameter has room for it",
+            fqn=ownership.owned[0].fqn, unit=unit.name, rank=choices.groups.shard.rank,
+            expected="a parameter that a unit holds", got="a parameter of this rank alone",
+            remedy="Use use_orig_params=True, add it before sharding, or shard the new module as a unit of its own.",
+        )
+    _check(ownership, unit.modules[0], choices)
+    kept = kept_modules((module for _, module in ownership.modules), choices.precision)
+    storages = _storages(unit.name, ownership.owned, kept, choices)
+    for storage in storages:
+        for index, entry in enumerate(storage.owned):
+            unit.face.add(entry, storage, index)
+        storage.set_full_precision(unit.in_full_precision)
+    known = {module for _, module in unit.own_modules}
+    fresh = [(name, m) for name, m in ownership.modules if m not in known and m not in kept]
+    unit.buffers.observe(fresh, unit.policy.buffer)
+    unit.own_modules, unit.roster = ownership.modules, Roster(ownership.modules)
+    unit.extend(storages)
+    session = session_of(unit)
+    if session is not None and session.guarded:
+        guard(storages)
+    show_at_rest(unit)
+    attach_places(unit)
 
 
 def _storages(

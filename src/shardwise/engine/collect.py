@@ -75,7 +75,7 @@ class Collector:
 
     def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes,
                  on_first: Callable[[], None], on_complete: Callable[[], None]) -> None:
-        self._storages, self._lanes = list(storages), lanes
+        self._storages, self._lanes = storages, lanes  # the unit's own list: it may grow
         self._on_first, self._on_complete = on_first, on_complete
         self._waiting: list[tuple[Target, Tensor]] = []
         self._ready = False  # this pass has opened the buffer

@@ -28,6 +28,10 @@ class EnteredCall:
         self._module, self.name = weakref.ref(module), name
         self._unit = weakref.ref(unit) if unit is not None else None
 
+    def enters(self, unit: Unit) -> bool:
+        """Is ``unit`` the one that it enters?"""
+        return self._unit is not None and self._unit() is unit
+
     @property
     def __wrapped__(self) -> Any:
         """The class's method, bound; what ``inspect.signature`` looks at."""
@@ -67,8 +71,9 @@ def show_at_rest(unit: Unit) -> None:
     inner = dict.fromkeys(s.slot.module for s in unit.face.showings if s.slot.module not in unit.modules)
     for module in inner:
         table = module.__dict__
-        if "forward" in table and not isinstance(table["forward"], EnteredCall):
-            continue  # somebody's own forward for this object
+        shown = table.get("forward")
+        if shown is not None and (not isinstance(shown, EnteredCall) or shown.enters(unit)):
+            continue  # somebody's own forward for this object, or there already
         call = EnteredCall(module, "forward", unit)
         table["forward"] = call
         unit.face.at_rest.append((table, "forward", call))

@@ -28,7 +28,7 @@ class Gather:
 
     def __init__(self, storages: Sequence[FlatStorage], comm: Collectives, lanes: Lanes) -> None:
         self.comm, self.lanes = comm, lanes
-        self._all = list(storages)
+        self._all = storages  # the unit's own list: it may grow
         self._staging: FlatBuffer | None = None
         self._handle: Handle = DONE
         self._ready: object = None

@@ -34,6 +34,7 @@ __all__ = [
     "UnitHooks",
     "alias",
     "attach",
+    "attach_places",
     "attach_state",
     "detach",
     "hooks_of",
@@ -238,6 +239,7 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
 
 # ---------------------------------------------------------------------- state dicts
 # module -> its parameters that some unit saves and loads already (a module may be part of two units)
+_ADAPTERS: weakref.WeakKeyDictionary[Unit, StateAdapter] = weakref.WeakKeyDictionary()
 _PLACED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -268,22 +270,28 @@ class StateAdapter(Protocol):
 
 def attach_state(unit: Unit, adapter: StateAdapter) -> None:
     """Let ``adapter`` take part in the state dicts of the modules of ``unit``."""
-    showings: dict[nn.Module, list[Showing]] = {}
-    for showing in unit.face.showings:
-        showings.setdefault(showing.slot.module, []).append(showing)
+    _ADAPTERS[unit] = adapter
     for root in unit.modules:
         root.register_state_dict_pre_hook(lambda _module, _prefix, _keep_vars: adapter.begin())
         root.register_load_state_dict_pre_hook(
             lambda module, state, prefix, *_: adapter.check(module, state, prefix))
+    attach_places(unit)
+    for root in unit.modules:
+        root.register_state_dict_post_hook(
+            lambda _module, destination, prefix, _metadata: adapter.end(destination, prefix))
+
+
+def attach_places(unit: Unit) -> None:
+    """The same at each module, where that was not done before."""
+    showings: dict[nn.Module, list[Showing]] = {}
+    for showing in unit.face.showings:
+        showings.setdefault(showing.slot.module, []).append(showing)
     for name, module in unit.own_modules:
         known = _PLACED.setdefault(module, set())
         fresh = tuple(s for s in showings.get(module, ()) if s.name not in known)
         if fresh or (module._buffers and not known):
             known.update(s.name for s in fresh)
-            _attach_place(Place(module, name, fresh), adapter)
-    for root in unit.modules:
-        root.register_state_dict_post_hook(
-            lambda _module, destination, prefix, _metadata: adapter.end(destination, prefix))
+            _attach_place(Place(module, name, fresh), _ADAPTERS[unit])
 
 
 def _attach_place(place: Place, adapter: StateAdapter) -> None:

@@ -37,7 +37,7 @@ class Session:
         self.open: list[Unit] = []  #: forwards under way, the innermost last
         self._started: list[Unit] = []  #: in the order of this forward …
         self._last_started: list[Unit] = []  #: … and of the last one
-        self._guarded = self._compared = False  # the second: what the ranks start from
+        self.guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         for unit in self.units:
@@ -130,8 +130,8 @@ class Session:
 
     def _guard(self, on: bool) -> None:
         """From a training forward to its backward, parameters at rest are not to be computed with."""
-        if on is not self._guarded:
-            self._guarded = on
+        if on is not self.guarded:
+            self.guarded = on
             for unit in self.units:
                 (guard if on else unguard)(unit.storages)
 

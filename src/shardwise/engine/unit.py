@@ -62,13 +62,14 @@ class Unit:
         self.unwatched = False  #: the end of a backward was guessed: gradients wait for the end of the pass
         self.observer: Callable[[str, int], None] | None = None  #: told of gather, free, reduce; bytes
         self.own_modules: list[tuple[str, nn.Module]] = []
-        self.roster = Roster()  #: set once the modules are as they will stay
+        self.roster = Roster()  #: who was there when the modules were looked at last
+        self.take_in: Callable[[Unit], None] = _nothing  #: shards what was added since
         self.buffers = UnitBuffers()
-        self.gather = Gather(storages, groups.shard, lanes)
+        self.gather = Gather(self.storages, groups.shard, lanes)
         self.reducer = Reducer(groups, lanes)
         self.sent: Reduced | None = None
         self.flags: list[bool] = []  #: which targets had a gradient here in the last reduction
-        self.collector = Collector(storages, lanes, self._on_first, self._on_complete)
+        self.collector = Collector(self.storages, lanes, self._on_first, self._on_complete)
         self.on_first_gradient = _nothing  # set by the session
         self.on_all_gradients = _nothing
 
@@ -96,10 +97,16 @@ class Unit:
             self.residency = residency
 
     # ------------------------------------------------------------------ parameters
-    def take_over_edits(self) -> bool:
+    def extend(self, storages: Sequence[FlatStorage]) -> None:
+        """More flat parameters, of what was added after sharding."""
+        self._owners.update({storage: weakref.ref(self) for storage in storages})
+        self.storages.extend(storages)  # the gather and the collector see this very list
+        self._replan = True
+
+    def take_over_edits(self, *, adopt: bool = True) -> bool:
         """Honour what the user changed at rest; replan if other parameters are trained now.
 
-        True if values were copied.
+        ``adopt`` parameters that were added, too. True if values were copied.
         """
         if self.face.in_use or self.residency is not Residency.SHARDED:
             return False
@@ -111,7 +118,8 @@ class Unit:
                 owner = self.owning(storage)
                 if owner is not None and owner is not self and owner not in self.needs:
                     self.needs.append(owner)
-        self.roster.check(self.name, self.groups.shard.rank)
+        if self.roster.has_newcomers and adopt:
+            self.take_in(self)
         for storage in self.storages:
             before = storage.leaves
             edited |= take_over_edits(storage)
@@ -274,5 +282,5 @@ class Unit:
 _UNMIXED = Precision()
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     return None

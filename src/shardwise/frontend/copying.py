@@ -126,7 +126,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     made = Unit(modules, storages, face, unit.groups, unit.lanes, unit.policy)
     made.settings = settings
     made.schedule, made.own_modules, made.fqn = unit.schedule, own, unit.fqn
-    made.roster = Roster(own)
+    made.roster, made.take_in = Roster(own), unit.take_in
     made.needs = [unit_of(memo[id(owner.modules[0])]) or owner for owner in unit.needs]
     _copy_communication(unit, made)
     kept = kept_modules((module for _, module in own), unit.policy)
