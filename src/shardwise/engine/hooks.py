@@ -28,19 +28,8 @@ from .unit import Unit
 from .watch import Watched, nodes_of, watch, watch_input
 
 __all__ = [
-    "COPYING",
-    "Place",
-    "StateAdapter",
-    "UnitHooks",
-    "alias",
-    "attach",
-    "attach_places",
-    "attach_state",
-    "detach",
-    "hooks_of",
-    "keep_precision",
-    "take_hooks_off",
-    "unit_of",
+    "COPYING", "Place", "StateAdapter", "UnitHooks", "alias", "attach", "attach_places",
+    "attach_state", "detach", "hooks_of", "keep_precision", "take_hooks_off", "unit_of",
 ]
 
 # module -> its hooks, weakly: the module itself holds them, and they hold the module
