@@ -82,8 +82,8 @@ def test_verify_files_of_others(tmp_path: Path) -> None:
 def test_convert_there_and_back(saved: Path, tmp_path: Path, through: str) -> None:
     assert run("convert", saved, tmp_path / "other", "--to", through).exit_code == 0
     result = run("convert", tmp_path / "other", tmp_path / "back", "--json")
-    assert json.loads(result.output) == {"path": str(tmp_path / "back"), "format": "safetensors", "tensors": 6,
-                                         "bytes": 280, "left_out": []}
+    assert json.loads(result.output) == {"path": str(tmp_path / "back"), "format": "safetensors", "tensors": 18,
+                                         "bytes": 840, "optimizer": True, "left_out": []}
     found = load_file(tmp_path / "back" / "model.safetensors")
     expected = TinyMLP()
     checkpoint.load(saved, expected)

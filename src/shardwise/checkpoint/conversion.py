@@ -1,18 +1,19 @@
-"""Weights from other formats into ours, and back, one tensor at a time where the format allows it.
+"""Weights and optimizer state from other formats into ours, and back, one tensor at a time where they allow it.
 
     safetensors   ours, or any folder or file of safetensors
     dcp           a folder of torch.distributed.checkpoint (FSDP2, sharded FSDP1)
     torch         one file of torch.save: a full state dict (full FSDP1, ``zero_to_fp32`` of DeepSpeed)
+    deepspeed     a folder of ZeRO stage 1, 2 or 3; only read
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +21,23 @@ from torch import Tensor
 from ..comm.peers import Peers
 from ..errors import CheckpointError
 from .contents import Piece
-from .file_plan import plan_files
+from .deepspeed_folder import is_deepspeed, open_deepspeed
+from .file_plan import FilePlan, plan_files
+from .foreign import Opened, Table, Tensors, arrange
+from .optimizer_contents import Described
+from .plain_values import decode
 from .ranged_io import Staging
 from .safetensors_header import Entry
-from .snapshot import Snapshot
+from .snapshot import STATE, Snapshot
 from .source import Source
+from .torch_file import open_torch
 from .writing import SaveJob, SharedFolder
 
 __all__ = ["KINDS", "Converted", "convert", "kind_of"]
 
+#: what can be written
 KINDS = ("safetensors", "dcp", "torch")
 Progress = Callable[[int], object]
-_NESTED = ("model", "module", "state_dict")  # keys under which training scripts put the weights
 
 
 @dataclass(frozen=True)
@@ -40,135 +46,90 @@ class Converted:
 
     tensors: int
     nbytes: int
+    has_optimizer: bool
     left_out: tuple[str, ...]
 
 
-@dataclass
-class _Weights:
-    """Weights by name, read when asked for."""
-
-    entries: list[Entry]
-    read: Callable[[str], Tensor]
-    left_out: list[str]
-    progress: Progress = bool
-
-    def __iter__(self) -> Iterator[tuple[Entry, Tensor]]:
-        for entry in self.entries:
-            yield entry, self.read(entry.name)
-            self.progress(entry.nbytes)
-
-
 def kind_of(path: Path) -> str:
-    """Which of ``KINDS`` lies at ``path``. Raises ``CheckpointError``."""
+    """Which format lies at ``path``. Raises ``CheckpointError``."""
     if path.is_dir():
-        return "dcp" if (path / ".metadata").is_file() else "safetensors"
+        if (path / ".metadata").is_file():
+            return "dcp"
+        return "deepspeed" if is_deepspeed(path) else "safetensors"
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint at {path}", remedy="Check the path.")
     return "safetensors" if path.suffix == ".safetensors" else "torch"
 
 
-def convert(source: Path, target: Path, to: str, *, prefix: str | None = None,
+def convert(source: Path, target: Path, to: str, *, prefix: str | None = None, optimizer: bool = True,
             max_shard_bytes: int = 5 * 10**9, started: Progress = bool, progress: Progress = bool
             ) -> Converted:
-    """Write the weights at ``source`` to ``target`` in format ``to``.
+    """Write what lies at ``source`` to ``target`` in format ``to``.
 
-    ``prefix``: names begin with it in the source, and lose it; others are left out. None: the common
-    ones of training scripts are found by themselves. Raises ``CheckpointError``; an existing target
-    is refused, or replaced as a whole if it is a checkpoint of ours.
+    ``prefix``: weights' names begin with it in the source, and lose it; others are left out. None: the
+    common ones of training scripts are found by themselves. ``optimizer``: its state too, where the source
+    has it by parameter names. Raises ``CheckpointError``; an existing target is refused, or replaced as a
+    whole if it is a checkpoint of ours.
     """
     if to not in KINDS:
         raise CheckpointError("no such format", expected=" or ".join(KINDS), got=to)
-    with _OPEN[kind_of(source)](source) as weights:
-        _strip(weights, prefix)
-        started(sum(entry.nbytes for entry in weights.entries))
-        weights.progress = progress
+    with _opened(source, prefix) as found:
+        if not optimizer and found.described is not None:
+            found.left_out += ["the optimizer's state"]
+            found.optimizer, found.described = Tensors([], found.optimizer.read), None
+        started(found.nbytes)
+        for tensors in (found.model, found.optimizer):
+            tensors.read = _counting(tensors, progress)
         if to == "safetensors":
-            _write_safetensors(weights, target, max_shard_bytes)
+            _write_safetensors(found, target, max_shard_bytes)
         else:
-            _write_torch(weights, target, to)
-    return Converted(len(weights.entries), sum(entry.nbytes for entry in weights.entries),
-                     tuple(weights.left_out))
+            _write_torch(found, target, to)
+        return Converted(len(found.model.entries) + len(found.optimizer.entries), found.nbytes,
+                         found.described is not None, tuple(found.left_out))
 
 
-@contextmanager
-def _alone() -> Generator[None]:
-    """Inside, DCP does not warn that it works in one process: that is what is wanted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is")
-        yield
+def _counting(tensors: Tensors, progress: Progress) -> Callable[[str], Tensor]:
+    read, sizes = tensors.read, {entry.name: entry.nbytes for entry in tensors.entries}
 
+    def counted(name: str) -> Tensor:
+        value = read(name)
+        progress(sizes[name])
+        return value
 
-def _strip(weights: _Weights, prefix: str | None) -> None:
-    if prefix is None:
-        heads = {entry.name.partition(".")[0] for entry in weights.entries}
-        others = heads - {"optim", "optimizer"}
-        prefix = f"{next(iter(others))}." if len(others) == 1 and others <= set(_NESTED) else ""
-    read, chosen = weights.read, [e for e in weights.entries if e.name.startswith(prefix)]
-    weights.left_out += [e.name for e in weights.entries if not e.name.startswith(prefix)]
-    weights.entries = [Entry(e.name.removeprefix(prefix), e.dtype, e.shape) for e in chosen]
-    weights.read = lambda name: read(prefix + name)
-    if not chosen:
-        raise CheckpointError("no tensor has a name with this prefix", expected=repr(prefix),
-                              got=", ".join(weights.left_out[:4]) or "no tensors")
+    return counted
 
 
 # ---------------------------------------------------------------------- reading
 @contextmanager
-def _open_safetensors(path: Path) -> Generator[_Weights]:
-    with Source(path) as source:
-        found, aliases = source.tensors("model")
-        found = found | {alias: found[name] for alias, name in aliases.items()}
-        staging = Staging()
-        entries = [Entry(name, at.entry.dtype, at.entry.shape) for name, at in found.items()]
-        yield _Weights(entries, lambda name: source.whole(found[name], staging), [])
-
-
-@contextmanager
-def _open_dcp(path: Path) -> Generator[_Weights]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(str(path))
-    described = reader.read_metadata().state_dict_metadata
-    entries = [Entry(name, facts.properties.dtype, tuple(facts.size))
-               for name, facts in described.items() if isinstance(facts, TensorStorageMetadata)]
-    by_name = {entry.name: entry for entry in entries}
-
-    def read(name: str) -> Tensor:
-        state = {name: torch.empty(by_name[name].shape, dtype=by_name[name].dtype)}
-        with _alone():
-            load(cast("dict[str, Any]", state), storage_reader=FileSystemReader(str(path)), no_dist=True)
-        return state[name]
-
-    yield _Weights(entries, read, [name for name in described if name not in by_name])
-
-
-@contextmanager
-def _open_torch(path: Path) -> Generator[_Weights]:
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(f"not a file of tensors that torch.save wrote: {path}",
-                              got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-                              remedy="Only tensors and plain containers are read, since others can run code.",
-                              ) from error
-    flat = dict(_flat("", loaded))
-    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in flat.items()
-               if isinstance(value, Tensor)]
-    others = [name for name, value in flat.items() if not isinstance(value, Tensor)]
-    yield _Weights(entries, flat.__getitem__, others)
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+def _opened(path: Path, prefix: str | None) -> Generator[Opened]:
+    kind = kind_of(path)
+    if kind == "safetensors":
+        with Source(path) as source:
+            yield _of_files(source, prefix)
     else:
-        yield prefix, value
+        from .dcp_folder import open_dcp
+
+        openers: dict[str, Callable[[Path], AbstractContextManager[Table]]] = {
+            "dcp": open_dcp, "torch": open_torch, "deepspeed": open_deepspeed}
+        with openers[kind](path) as table:
+            yield arrange(table, prefix)
 
 
-_OPEN = {"safetensors": _open_safetensors, "dcp": _open_dcp, "torch": _open_torch}
+def _of_files(source: Source, prefix: str | None) -> Opened:
+    """Files of safetensors; the optimizer's state of ours."""
+    found, aliases = source.tensors("model")
+    found = found | {alias: found[name] for alias, name in aliases.items()}
+    staging = Staging()
+    entries = {name: Entry(name, at.entry.dtype, at.entry.shape) for name, at in found.items()}
+    opened = arrange(Table(entries, [], lambda name: source.whole(found[name], staging)), prefix)
+    state: dict[str, Any] = json.loads(source.text(STATE) or "{}")
+    states, _ = source.tensors("optimizer")
+    opened.optimizer = Tensors([Entry(name, at.entry.dtype, at.entry.shape) for name, at in states.items()],
+                               lambda name: source.whole(states[name], staging))
+    opened.described = state.get("optimizer")
+    if state.get("extra", {}).get("by_rank", {"0": None}) != {"0": None}:
+        opened.left_out.append("extra")
+    return opened
 
 
 # ---------------------------------------------------------------------- writing
@@ -176,34 +137,60 @@ _OPEN = {"safetensors": _open_safetensors, "dcp": _open_dcp, "torch": _open_torc
 class _Lazy(Snapshot):
     """A snapshot whose values are read one tensor at a time."""
 
-    weights: _Weights
+    lazy: dict[str, Tensors]
 
     def pieces(self) -> Iterator[tuple[Piece, str, int, Entry]]:
-        for entry, values in self.weights:
-            yield (Piece(entry.name, 0, values), *self.places["model"][entry.name])
+        for base, tensors in self.lazy.items():
+            for entry, values in tensors:
+                yield (Piece(entry.name, 0, values), *self.places[base][entry.name])
 
 
-def _write_safetensors(weights: _Weights, target: Path, max_shard_bytes: int) -> None:
-    plan = plan_files("model", weights.entries, {}, max_shard_bytes)
-    texts = {plan.index[0]: plan.index[1]} if plan.index is not None else {}
-    snapshot = _Lazy(plan.files, {"model": plan.places()}, {}, texts, weights)
+def _write_safetensors(found: Opened, target: Path, max_shard_bytes: int) -> None:
+    lazy = {"model": found.model} | ({"optimizer": found.optimizer} if found.optimizer.entries else {})
+    plans: dict[str, FilePlan] = {base: plan_files(base, tensors.entries, {}, max_shard_bytes)
+                                  for base, tensors in lazy.items()}
+    texts = {plan.index[0]: plan.index[1] for plan in plans.values() if plan.index is not None}
+    if found.described is not None:
+        extra = {"same": True, "by_rank": {"0": None}}
+        state = {"world_size": 1, "optimizer": found.described, "extra": extra, "random": []}
+        texts[STATE] = json.dumps(state)
+    snapshot = _Lazy(tuple(file for plan in plans.values() for file in plan.files),
+                     {base: plan.places() for base, plan in plans.items()}, {}, texts, lazy)
     SaveJob(target.absolute(), snapshot, Peers(None), SharedFolder(target.absolute())).run()
 
 
-def _write_torch(weights: _Weights, target: Path, to: str) -> None:
+def _write_torch(found: Opened, target: Path, to: str) -> None:
     if target.exists():
         raise CheckpointError(f"there is something at {target}", expected="nothing",
                               remedy="Choose another path.")
-    state: dict[str, Any] = {entry.name: values for entry, values in weights}
+    state: dict[str, Any] = {entry.name: values for entry, values in found.model}
+    if found.described is not None:
+        state = {"model": state, "optim": _nested(found, found.described)}
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".tmp-{target.name}")
     if to == "torch":
         with aside.open("wb") as file:
             torch.save(state, file)
     else:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
+        from .dcp_folder import write_dcp
 
-        with _alone():
-            save({"model": state}, storage_writer=FileSystemWriter(str(aside)), no_dist=True)
+        write_dcp(state if "optim" in state else {"model": state}, aside)
     aside.rename(target)
+
+
+def _nested(found: Opened, described: Described) -> dict[str, Any]:
+    """The optimizer's state as torch's own functions have it: by name, then by key."""
+    tensors = {entry.name for entry in found.optimizer.entries}
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, keys in described["state"].items():
+        for key, kind in keys.items():
+            name = f"{fqn}.{key}"
+            if "value" in kind:
+                state.setdefault(fqn, {})[key] = decode(kind["value"], found.optimizer.read)
+            elif name in tensors:
+                state.setdefault(fqn, {})[key] = found.optimizer.read(name)
+            else:
+                found.left_out.append(f"{name}, which lies in parts of ranks")
+    groups = [{**decode(group["options"], found.optimizer.read), "params": list(group["params"])}
+              for group in described["groups"]]
+    return {"state": state, "param_groups": groups}

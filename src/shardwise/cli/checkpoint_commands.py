@@ -76,20 +76,22 @@ def convert_command(
     target: Annotated[Path, typer.Argument(help="What to write.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}.")] = "safetensors",
     prefix: Annotated[str | None, typer.Option(help="Of names in the source, taken away.")] = None,
+    optimizer: Annotated[bool, typer.Option(help="The optimizer's state too, if it is there.")] = True,
     max_shard_bytes: Annotated[int, typer.Option(help="Split larger models into several files.")] = 5 * 10**9,
     as_json: AsJson = False,
 ) -> None:
-    """Weights from DCP folders, torch.save files or safetensors into any of these."""
+    """Weights and optimizer state from DCP, torch.save, DeepSpeed ZeRO or safetensors into another format."""
     with _progress(quiet=as_json) as progress:
         bar = progress.add_task("convert", total=None)
-        done = convert(source, target, to, prefix=prefix, max_shard_bytes=max_shard_bytes,
+        done = convert(source, target, to, prefix=prefix, optimizer=optimizer, max_shard_bytes=max_shard_bytes,
                        started=lambda total: progress.update(bar, total=total),
                        progress=lambda nbytes: progress.advance(bar, nbytes))
     if as_json:
         _print_json({"path": str(target), "format": to, "tensors": done.tensors, "bytes": done.nbytes,
-                     "left_out": list(done.left_out)})
+                     "optimizer": done.has_optimizer, "left_out": list(done.left_out)})
         return
-    typer.echo(f"wrote {target}: {done.tensors} tensors, {_size(done.nbytes)}")
+    typer.echo(f"wrote {target}: {done.tensors} tensors, {_size(done.nbytes)}"
+               + (", with the optimizer's state" if done.has_optimizer else ""))
     if done.left_out:
         typer.echo(f"left out {len(done.left_out)}: {', '.join(done.left_out[:4])}"
                    + (" …" if len(done.left_out) > 4 else ""))
