@@ -21,6 +21,7 @@ from ..comm.words import exchange
 from ..errors import DivergenceError
 from ..plan.ownership import OwnedParameter
 from ..storage.flat_storage import FlatStorage
+from ..storage.tensor_parallel import local_part
 from ..torch_private import no_gradients, without_torch_function
 from .numbering import count_of, renumber
 from .unit import Unit
@@ -49,10 +50,10 @@ _SAID = {
 
 
 def note_first_values(owned: Sequence[OwnedParameter]) -> dict[str, str]:
-    """Samples of whole parameters, by FQN; of none on the meta device."""
-    real = [entry for entry in owned if not entry.parameter.is_meta]
-    with without_torch_function():
-        return dict(zip([entry.fqn for entry in real], _sampled([entry.parameter for entry in real]), strict=True))
+    """Samples of whole parameters (of tensor-parallel ones, of this rank's part), by FQN; of none on meta."""
+    with without_torch_function(), torch.no_grad():
+        real = {entry.fqn: local_part(entry.parameter) for entry in owned if not entry.parameter.is_meta}
+        return dict(zip(real, _sampled(list(real.values())), strict=True))
 
 
 def note_first_rows(unit: Unit, values: dict[str, str]) -> None:
