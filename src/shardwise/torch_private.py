@@ -5,7 +5,7 @@ A new torch release is checked here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +22,12 @@ __all__ = [
     "bare_tensor",
     "base_of",
     "buffer_table",
+    "can_swap_storage",
     "foreach_add",
     "foreach_copy",
     "foreach_norm",
     "foreach_scale",
+    "gradient_dtype",
     "group_timeout",
     "in_backward",
     "is_persistent_buffer",
@@ -43,6 +45,7 @@ __all__ = [
     "run_post_accumulate_hooks",
     "scaler_check",
     "swap_storage",
+    "with_gradient_hooks",
     "without_torch_function",
 ]
 
@@ -117,19 +120,17 @@ def _marked(function: _Function, inside: Any) -> _Function:
     return function
 
 
-_SWAP: bool = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
+#: can this torch exchange the memory of two storages?
+can_swap_storage: bool = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
 
 
-def swap_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
-    """Exchange the memory of two storages; False where this torch cannot.
+def swap_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages.
 
     Lets a freed storage take memory that another one gave back, without asking the operating
     system for pages each time. Views of both stay valid.
     """
-    if not _SWAP:
-        return False
     a._swap_data_ptr_(b)  # pyright: ignore[reportAttributeAccessIssue]
-    return True
 
 
 def mark_foreach_supported(kind: type[Tensor]) -> None:
@@ -141,6 +142,11 @@ def mark_foreach_supported(kind: type[Tensor]) -> None:
 
     if kind not in for_optimizers:
         for_optimizers.append(kind)
+
+
+def with_gradient_hooks(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Where in ``parameters`` those are that have ``register_hook`` functions of the user's."""
+    return [place for place, parameter in enumerate(parameters) if parameter._backward_hooks]
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -158,12 +164,18 @@ def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+def run_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
     """Call the user's ``register_post_accumulate_grad_hook`` functions (no public list either)."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks:
-        for hook in tuple(hooks.values()):
-            hook(parameter)
+    for parameter in parameters:
+        hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks:
+            for hook in tuple(hooks.values()):
+                hook(parameter)
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    """The dtype that ``parameter.grad`` must have; None: any."""
+    return parameter.grad_dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def allow_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.engine.build import units_below
 from shardwise.engine.unit import Unit
 from shardwise.storage.flat_storage import FLAT
+from shardwise.storage.gather_one import gather_one
 from shardwise.storage.sharded_parameter import home_of
 from tests.bed.traffic import CountingCollectives, Traffic
 
@@ -103,7 +104,7 @@ def _gathered(parameter: nn.Parameter, local: Callable[[nn.Parameter], Tensor]) 
     if home is None:
         return local(parameter).clone()
     storage, index = home
-    return storage.gather_one(index, local(parameter).as_subclass(Tensor))
+    return gather_one(storage, index, local(parameter).as_subclass(Tensor))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -159,9 +159,9 @@ class RecordingPool(BufferPool):
         self._held[storage._cdata] = (pieces.pop() if pieces else self.new_piece(), lane)
         storage.resize_(nbytes)
 
-    def give(self, storage: torch.UntypedStorage) -> None:
+    def give(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         piece, lane = self._held.pop(storage._cdata)
-        self._given_back[lane, storage.nbytes()].append(piece)
+        self._given_back[lane, nbytes].append(piece)
         storage.resize_(0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..storage.flat_storage import FlatStorage
+from ..storage.gather_one import gather_one
 from ..torch_private import WeakIdKeyDictionary
 from .rows import rows_now
 
@@ -68,7 +69,7 @@ class Wholes:
         if storage.widened:
             return storage.parameters[index].detach().clone()
         if not unit_at_once:
-            return storage.gather_one(index, rows_now(storage, index).to(storage.compute_device))
+            return gather_one(storage, index, rows_now(storage, index).to(storage.compute_device))
         flat = self._flats.get(storage)
         if flat is None:
             shard = storage.shard.to(storage.compute_device)

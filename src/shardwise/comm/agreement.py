@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import CommunicationError, DivergenceError, PeerError
 
 __all__ = ["REDUCIBLE", "Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
-           "require_reducible", "scatter_call", "tensor_call"]
+           "require_fit", "require_reducible", "scatter_call", "tensor_call"]
 
 DescribeTag = Callable[[int], str]
 """Translates a tag into the name of what it stands for (a unit)."""
@@ -79,17 +79,18 @@ def tensor_call(kind: Kind, tensor: Tensor, tag: int, detail: int = 0) -> Call:
 
 def gather_call(out: Tensor, shard: Tensor, size: int, tag: int) -> Call:
     """The call for ``all_gather(out, shard)``; raises when the two do not fit."""
-    _require_fit("all_gather", out, shard, size)
+    require_fit("all_gather", out, shard, size)
     return tensor_call(Kind.GATHER, shard, tag)
 
 
 def scatter_call(out: Tensor, full: Tensor, size: int, tag: int) -> Call:
     """The call for ``reduce_scatter(out, full)``; raises when the two do not fit."""
-    _require_fit("reduce_scatter", full, out, size)
+    require_fit("reduce_scatter", full, out, size)
     return tensor_call(Kind.REDUCE_SCATTER, out, tag)
 
 
-def _require_fit(what: str, full: Tensor, part: Tensor, size: int) -> None:
+def require_fit(what: str, full: Tensor, part: Tensor, size: int) -> None:
+    """Raise ``CommunicationError`` unless ``full`` is ``size`` times ``part``, both in one piece."""
     if full.dtype != part.dtype:
         raise CommunicationError(f"{what} needs one dtype", expected=full.dtype, got=part.dtype)
     if full.numel() != part.numel() * size:

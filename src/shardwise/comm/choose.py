@@ -21,6 +21,7 @@ from .collectives import Collectives
 from .process_group import ProcessGroupCollectives, backends_by_device
 from .rendezvous import SharedMemoryUnavailable
 from .shared_memory import SharedMemoryCollectives
+from .simulated import SimulatedCollectives
 
 __all__ = ["close_all", "collectives_for"]
 
@@ -59,9 +60,17 @@ def collectives_for(
     choice = None if obstacle else bool(shared_memory)
     transports = _kept.by_group.setdefault(group, {})
     if choice not in transports:
-        transports[choice] = (ProcessGroupCollectives(group) if obstacle
+        transports[choice] = (_process_group(group) if obstacle
                               else _shared(group, timeout_s, required=bool(shared_memory)))
     return transports[choice]
+
+
+def _process_group(group: dist.ProcessGroup) -> Collectives:
+    """The collectives of ``group``; on torch's ``fake`` backend, which sends nothing, our own that sends nothing."""
+    if dist.get_backend(group) == "fake":
+        ranks = dist.get_process_group_ranks(group)
+        return SimulatedCollectives(dist.get_rank(group), len(ranks), ranks)
+    return ProcessGroupCollectives(group)
 
 
 def close_all() -> None:

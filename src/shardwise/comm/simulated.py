@@ -1,15 +1,19 @@
 """One process plays rank r of N without a network.
 
 For dry runs: plan, memory and order of a large world on one machine. Every buffer has its real
-size; of the data only this rank's part is there (``real`` is False, so nobody checks values).
+size; of the data only this rank's part is there (``real`` is False, so nobody checks values). It
+also stands in for torch's ``fake`` backend, which fills every slot one by one: there a dry run of
+a large world would spend its time copying.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .agreement import gather_call, scatter_call
+from .agreement import require_fit
 from .collectives import DONE, Collectives, Handle, Reduction
 
 __all__ = ["SimulatedCollectives"]
@@ -22,23 +26,23 @@ class SimulatedCollectives(Collectives):
     rank's own contribution; a broadcast keeps what is there.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, members: Sequence[int] | None = None) -> None:
         if size < 1 or not 0 <= rank < size:
             raise ConfigurationError("a simulated rank lies inside its group",
                                      expected=f"a rank from 0 to {size - 1}", got=f"rank {rank} of {size}")
         self.rank = rank
         self.size = size
-        self.members = tuple(range(size))
+        self.members = tuple(range(size) if members is None else members)
         self.real = size == 1
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
-        gather_call(out, shard, self.size, tag)
-        _copy(self._own_slot(out), shard)
+        require_fit("all_gather", out, shard, self.size)
+        self._own_slot(out, shard).copy_(shard)
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
-        scatter_call(out, full, self.size, tag)
-        _copy(out, self._own_slot(full))
+        require_fit("reduce_scatter", full, out, self.size)
+        out.copy_(self._own_slot(full, out))
         return DONE
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
@@ -50,10 +54,6 @@ class SimulatedCollectives(Collectives):
     def barrier(self) -> None:
         return None
 
-    def _own_slot(self, full: Tensor) -> Tensor:
-        return full.view(self.size, -1)[self.rank] if full.numel() else full.view(-1)
-
-
-def _copy(out: Tensor, source: Tensor) -> None:
-    if out.data_ptr() != source.data_ptr():
-        out.view(-1).copy_(source.view(-1))
+    def _own_slot(self, full: Tensor, part: Tensor) -> Tensor:
+        start, count = self.rank * part.numel(), part.numel()
+        return full.view(-1)[start : start + count].view_as(part) if full.dim() > 1 else full[start : start + count]

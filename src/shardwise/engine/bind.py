@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import WritebackError
+from ..storage.flat_storage import FlatStorage
 from ..torch_private import (
     allow_gradient_dtype,
+    gradient_dtype,
     no_gradients,
     run_gradient_hooks,
     run_post_accumulate_hooks,
+    with_gradient_hooks,
     without_torch_function,
 )
 from .collect import Binding, Collector
@@ -28,26 +31,36 @@ __all__ = ["bind"]
 def bind(collector: Collector, reduced: Reduced,
          wanted: Callable[[Sequence[int]], bool] | None = None) -> None:
     """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk."""
-    chunk = reduced.chunk
-    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
-    chosen: list[tuple[Binding, Tensor]] = []
+    bindings = collector.bindings
+    if wanted is not None:
+        bindings = [binding for binding in bindings if wanted(binding.numbers)]
+    parameters = [binding.seen.parameter for binding in bindings]
     with no_gradients():
-        for binding in collector.bindings:
-            if wanted is not None and not wanted(binding.numbers):
-                continue
-            storage, seen = binding.storage, binding.seen
-            shard = storage.shard
-            form = (storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device)
-            source = converted.get(form)
-            if source is None:
-                source = converted[form] = chunk.to(dtype=form[0], device=form[1])
-            gradient = storage.kind.mark(source.as_strided(seen.size, seen.stride, binding.offset))
-            chosen.append((binding, _hooked(binding, gradient)))
+        sources = _sources(reduced.chunk, collector)
+        gradients = [sources[b.storage].as_strided(b.size, b.stride, b.offset) for b in bindings]
+        for binding, gradient in zip(bindings, gradients, strict=True):
+            gradient.__class__ = binding.kind
+        for place in with_gradient_hooks(parameters):
+            gradients[place] = _hooked(bindings[place], gradients[place])
         with without_torch_function():
-            for binding, gradient in chosen:
-                _give(binding, gradient)
-        for binding, _ in chosen:
-            run_post_accumulate_hooks(binding.seen.parameter)
+            for binding, parameter, gradient in zip(bindings, parameters, gradients, strict=True):
+                if parameter.grad is not None or gradient.dtype is not gradient_dtype(parameter):
+                    _give(binding, gradient)
+                else:
+                    parameter.grad = gradient
+        run_post_accumulate_hooks(parameters)
+
+
+def _sources(chunk: Tensor, collector: Collector) -> dict[FlatStorage, Tensor]:
+    """The chunk in the dtype of the gradients of each storage, where its shard lies; converted once for all."""
+    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
+    sources: dict[FlatStorage, Tensor] = {}
+    for storage in collector.live:
+        form = (storage.precision.final_dtype(storage.stored_dtype, chunk.dtype), storage.shard.device)
+        if form not in converted:
+            converted[form] = chunk.to(dtype=form[0], device=form[1])
+        sources[storage] = converted[form]
+    return sources
 
 
 def _hooked(binding: Binding, gradient: Tensor) -> Tensor:
@@ -70,8 +83,7 @@ def _give(binding: Binding, gradient: Tensor) -> None:
     parameter = seen.parameter
     held = parameter.grad
     if held is None:
-        if gradient.dtype is not storage.shard.dtype or storage.precision is not storage.policy:
-            allow_gradient_dtype(parameter, gradient.dtype)
+        allow_gradient_dtype(parameter, gradient.dtype)
         parameter.grad = gradient
     elif held.shape == gradient.shape:
         held.add_(gradient)

@@ -1,4 +1,8 @@
-"""Collecting: the gradients of a unit's leaves, copied into one buffer as they arrive.
+"""Collecting: the gradients of a unit's leaves, copied into one buffer.
+
+Large gradients are copied as they arrive, so that they need not be held twice. Small ones stay on
+their leaves, where autograd leaves them without a call into Python, until the unit's backward is
+known to be over (``sweep``); where nothing tells that, each of them has a hook too (``listen_to_all``).
 
 The buffer is laid out by ``plan.reduction``, one chunk for each rank. It has the dtype of the
 wire, or at least fp32 while gradients of several backward passes are added up unsent.
@@ -23,13 +27,16 @@ from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradient
 __all__ = ["Binding", "Collector", "Target"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Binding:
     """A visible parameter, the targets that it stands for, and where its part of a chunk lies."""
 
     storage: FlatStorage
     seen: Visible
     numbers: tuple[int, ...]
+    kind: type[Tensor]  #: the class of its gradient
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
 
 
@@ -55,9 +62,7 @@ class Target:
             self.views = [buffer.view(piece.target, (piece.numel,), (1,)) for piece in self.pieces]
 
     def sources(self, gradient: Tensor) -> Sequence[Tensor]:
-        """The parts of ``gradient`` that belong to ``views``."""
-        if len(self.views) == 1:
-            return (gradient,)
+        """The parts of ``gradient`` that belong to ``views``, where those are several."""
         flat = self.storage.formats[self.index].flatten(gradient)
         return [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
 
@@ -66,33 +71,33 @@ class Collector:
     """The unsent gradients of one unit.
 
     ``on_first()`` is called when the first gradient of a backward pass arrives (it opens the
-    buffer), ``on_complete()`` when every leaf has delivered in this pass. Small gradients wait
-    and are copied together; large ones are copied at once, so that they need not be held twice.
+    buffer), ``on_complete()`` when every leaf has delivered in this pass, if all of them tell.
     """
 
     #: gradients of at least this many elements are copied as soon as they arrive
     LARGE = 65_536
 
-    def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes,
-                 on_first: Callable[[], None], on_complete: Callable[[], None]) -> None:
+    def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes, on_first: Callable[[], None]) -> None:
         self._storages, self._lanes = storages, lanes  # the unit's own list: it may grow
-        self._on_first, self._on_complete = on_first, on_complete
+        self._on_first = on_first
+        self.on_complete: Callable[[], None] | None = None  #: set by the session
         self._waiting: list[tuple[Target, Tensor]] = []
         self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
+        self._quiet: list[Target] = []  # those without a hook
+        self._listens_to_all = False
         self.buffer: FlatBuffer | None = None
         self.plan: ReductionPlan | None = None
         self.live: list[FlatStorage] = []
         self.targets: list[Target] = []
         self.missing = 0
+        self.wire_dtype = torch.float32  #: on the wire: the widest that the trained parameters ask for
         self.scale = 1.0
         self.keep = False  #: what arrives in this pass stays unsent after it
         self.patient = False  #: backwards of other units run in between: gradients wait as they are
         self.rebuild()
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype on the wire: the widest that the trained parameters ask for."""
+    def _widest(self) -> torch.dtype:
         dtypes = [s.precision.wire_dtype(s.stored_dtype) for s in self.live]
         wire = dtypes[0]
         for dtype in dtypes[1:]:
@@ -108,6 +113,7 @@ class Collector:
         self.live = [storage for storage, _ in chosen]
         self.targets, self.plan, self.buffer = [], None, None
         if chosen:
+            self.wire_dtype = self._widest()
             self.plan = plan_reduction([s.layout for s in self.live], [f for _, f in chosen],
                                        self.live[0].rank, self.wire_dtype.itemsize)
         for k, (storage, trained) in enumerate(chosen):
@@ -120,7 +126,9 @@ class Collector:
         self.bindings = list(self._bindings())
 
     def follow_leaves(self) -> None:
-        """Listen to the leaves that the storages have now; what is unsent stays."""
+        """Listen to the leaves that the storages have now, in their precision; what is unsent stays."""
+        if self.live:
+            self.wire_dtype = self._widest()
         for handle in self._hooks:
             handle.remove()
         for target in self.targets:
@@ -128,8 +136,20 @@ class Collector:
         self._listen()
 
     def _listen(self) -> None:
-        self._hooks = [t.leaf.register_post_accumulate_grad_hook(self._listener(t))
-                       for t in self.targets if t.leaf.requires_grad]
+        self._hooks, self._quiet = [], []
+        for target in self.targets:
+            if not target.leaf.requires_grad:
+                continue
+            if self._listens_to_all or target.leaf.numel() >= self.LARGE:
+                self._hooks.append(target.leaf.register_post_accumulate_grad_hook(self._listener(target)))
+            else:
+                self._quiet.append(target)
+
+    def listen_to_all(self) -> None:
+        """Nothing but the last gradient will tell that a backward of this unit is over."""
+        if not self._listens_to_all:
+            self._listens_to_all = True
+            self.follow_leaves()
 
     def _bindings(self) -> Iterator[Binding]:
         numbers = {(id(t.storage), t.index): t.number for t in self.targets}
@@ -140,7 +160,7 @@ class Collector:
                 mine = tuple(numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers)
                 if mine:
                     whole = bool(storage.hidden) and base is not None
-                    yield Binding(storage, seen, mine,
+                    yield Binding(storage, seen, mine, storage.kind.tensor_class, seen.size, seen.stride,
                                   base if whole and base is not None else self.plan.own[k][seen.indices[0]])
 
     def _listener(self, target: Target) -> Callable[[Tensor], None]:
@@ -158,39 +178,56 @@ class Collector:
 
         return on_gradient
 
-    def _take(self, number: int, gradient: Tensor, large: bool) -> None:
+    def _begin(self) -> None:
         if not self._ready:
             self._on_first()
             self._ready = True
+
+    def sweep(self) -> None:
+        """Take the gradients that wait on their leaves."""
+        found = [target for target in self._quiet if target.leaf.grad is not None]
+        if found:
+            self._begin()
+            for target in found:
+                leaf = target.leaf
+                self._waiting.append((target, leaf.grad))
+                leaf.grad = None
+            self.missing -= len(found)
+
+    def _take(self, number: int, gradient: Tensor, large: bool) -> None:
+        self._begin()
         self._waiting.append((self.targets[number], gradient))
         self.missing -= 1
-        if large and not self.patient:
-            self._flush()
-        if self.missing == 0:
-            self._flush()
-            self._on_complete()
+        if (large and not self.patient) or self.missing == 0:
+            with no_gradients():
+                self._flush()
+        if self.missing == 0 and self.on_complete is not None:
+            self.on_complete()
 
     def _flush(self) -> None:
-        """Copy the waiting gradients into the buffer: set what is empty, add to what is filled."""
+        """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
         self.open(keep=self.keep)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for target, gradient in self._waiting:
-            dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        for target, taken in self._waiting:
+            gradient = taken if taken.layout is torch.strided else taken.to_dense()
             into, sources = more if target.filled else fresh
-            into.extend(target.views)
-            sources.extend(target.sources(dense))
+            if len(target.views) == 1:
+                into.append(target.views[0])
+                sources.append(gradient)
+            else:
+                into.extend(target.views)
+                sources.extend(target.sources(gradient))
             target.filled = True
         self._lanes.compute.note("collect", reads=[g for _, g in self._waiting], writes=[self.buffer])
         self._waiting.clear()
-        with no_gradients():
-            if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
-                fresh = (fresh[0], [source * self.scale for source in fresh[1]])
-                more = (more[0], [source * self.scale for source in more[1]])
-            if fresh[0]:
-                foreach_copy(*fresh)
-            if more[0]:
-                foreach_add(*more)
+        if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
+            fresh = (fresh[0], [source * self.scale for source in fresh[1]])
+            more = (more[0], [source * self.scale for source in more[1]])
+        if fresh[0]:
+            foreach_copy(*fresh)
+        if more[0]:
+            foreach_add(*more)
 
     @property
     def holding(self) -> bool:
@@ -205,7 +242,7 @@ class Collector:
 
     def open(self, *, keep: bool) -> None:
         """Make room, unless there is some. ``keep``: they will stay unsent after this backward."""
-        if self.plan is None or (self.buffer is not None and self.buffer.allocated):
+        if (self.buffer is not None and self.buffer.allocated) or self.plan is None:
             return
         wire = self.wire_dtype
         dtype = self.live[0].policy.accumulation_dtype(wire) if keep else wire
@@ -221,20 +258,21 @@ class Collector:
             buffer.tensor.zero_()  # a flat parameter's gradient shows the padding as well
 
     def hand_over(self) -> tuple[Tensor, list[bool]]:
-        """All chunks in the wire dtype, zeros where nothing arrived, and what did arrive."""
-        assert self.buffer is not None
+        """All chunks in the wire dtype, zeros where nothing arrived, and what did arrive. Without grad mode."""
         self._ready = False
         if self._waiting:
             self._flush()
+        self.open(keep=False)
+        assert self.buffer is not None
         used = [target.filled for target in self.targets]
-        with no_gradients():
-            self._lanes.compute.note("hand over", writes=[self.buffer])
-            for target in self.targets:
-                if not target.filled:
-                    for view in target.views:
-                        view.zero_()
-                target.filled = False
-            return self.buffer.tensor.to(self.wire_dtype), used
+        self._lanes.compute.note("hand over", writes=[self.buffer])
+        for target in self.targets:
+            if not target.filled:
+                for view in target.views:
+                    view.zero_()
+            target.filled = False
+        full, wire = self.buffer.tensor, self.wire_dtype
+        return full if full.dtype is wire else full.to(wire), used
 
     def close(self) -> None:
         """Give the memory back: what was there has been sent."""
@@ -256,5 +294,7 @@ class Collector:
 
     def end_pass(self) -> None:
         """The backward pass is over: nothing waits any longer."""
+        self.sweep()
         if self._waiting:
-            self._flush()
+            with no_gradients():
+                self._flush()

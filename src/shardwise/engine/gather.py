@@ -1,7 +1,7 @@
 """Gathering a unit's flat parameters: one collective, whatever number there is.
 
 One flat parameter is gathered straight into its buffer. Several travel together as bytes and
-are copied to their buffers afterwards::
+are copied to their buffers afterwards (shards and buffers have no history, so grad mode is of no account)::
 
     staging:  | r0: A | r0: B | r1: A | r1: B | ...      ->   A: | r0 | r1 |   B: | r0 | r1 |
 """
@@ -18,7 +18,6 @@ from ..comm.lanes import Lanes
 from ..comm.neighbours import Neighbours
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage
-from ..torch_private import no_gradients
 
 __all__ = ["Gather"]
 
@@ -29,6 +28,7 @@ class Gather:
     def __init__(self, storages: Sequence[FlatStorage], comm: Collectives, lanes: Lanes) -> None:
         self.comm, self.lanes = comm, lanes
         self._all = storages  # the unit's own list: it may grow
+        self._held: list[FlatBuffer] = []  # the buffers of the last gather
         self._staging: FlatBuffer | None = None
         self._handle: Handle = DONE
         self._ready: object = None
@@ -62,7 +62,7 @@ class Gather:
 
     def start(self, tag: int) -> None:
         """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
-        moving = self._moving
+        moving, self._held = self._moving, self.buffers
         if not moving:
             return
         if moving[0].widened and moving[0].world_size > 1:
@@ -70,10 +70,10 @@ class Gather:
                 storage.fill_leaves()
             return
         lane = self.lanes.gather
-        with lane, no_gradients():
-            for storage in moving:
-                storage.buffer.allocate()  # pyright: ignore[reportOptionalMemberAccess]
-            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=self.buffers)
+        with lane:
+            for buffer in self._held:
+                buffer.allocate()
+            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=self._held)
             if self._kept is not None:
                 self._handle = self._start_kept(moving)
             elif self.comm.size == 1:
@@ -90,8 +90,8 @@ class Gather:
     @staticmethod
     def _source(storage: FlatStorage) -> Tensor:
         """The shard itself where it can travel as it is, else its cast in the buffer."""
-        shard = storage.shard
-        if shard.dtype == storage.full.dtype and shard.device == storage.full.device:
+        shard, full = storage.shard, storage.full
+        if shard.dtype is full.dtype and shard.device == full.device:
             return shard
         storage.own_slot.copy_(shard, non_blocking=True)
         return storage.own_slot
@@ -121,7 +121,7 @@ class Gather:
     def _keep_part(self) -> None:
         small = self.small
         if small is not None and self._kept is None:
-            with self.lanes.gather, no_gradients():
+            with self.lanes.gather:
                 self._kept = [s.full.view(small.size, -1)[small.rank].clone() for s in self._moving]
                 self.lanes.gather.note("keep", reads=self.buffers, writes=self._kept)
 
@@ -146,14 +146,13 @@ class Gather:
     def finish(self) -> None:
         """Make the gathered parameters visible to the compute lane."""
         if self.lanes.immediate:
-            with no_gradients():
-                self._complete()
+            self._complete()
         else:
             self.lanes.compute.wait(self._ready)
 
     def note_use(self) -> None:
         """State that compute read the gathered parameters."""
-        self.lanes.compute.note("use", reads=self.buffers)
+        self.lanes.compute.note("use", reads=self._held)
 
     def free(self, *, after: object = None) -> None:
         """Take the memory away: the next gather may have it, once compute has reached ``after``."""
@@ -162,5 +161,5 @@ class Gather:
         if self.keeping and self._moving:
             self.keeping = False
             self._keep_part()
-        for buffer in self.buffers:
+        for buffer in self._held:
             buffer.free()

@@ -137,6 +137,8 @@ class UnitHooks:
             nodes = nodes_of(changed, left, watched)
             if nodes:
                 watch(self, call, nodes, watched)
+            else:
+                unit.collector.listen_to_all()
         return changed if changed is not output else None
 
     @never_traced

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from ..comm.collectives import DONE, Collectives, Handle
 from ..comm.lanes import Lanes
-from ..torch_private import no_gradients
 
 __all__ = ["CommHook", "Groups", "Reduced", "Reducer", "balanced_divisor"]
 
@@ -31,6 +31,12 @@ def balanced_divisor(world: int) -> float:
     while world % factor == 0 and world / factor > factor:
         factor *= 2
     return float(factor)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """``value`` as a tensor: dividing by a Python number makes one at every call, which takes longer."""
+    return torch.tensor(value, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Groups:
             yield self.replicate
 
 
-@dataclass
+@dataclass(slots=True)
 class Reduced:
     """One chunk of gradients on its way, then ready. ``used``: which targets this rank filled."""
 
@@ -85,7 +91,7 @@ class Reduced:
 
 
 class Reducer:
-    """Sends a unit's gradients; at most one chunk is on its way."""
+    """Sends a unit's gradients; at most one chunk is on its way. To be used without grad mode."""
 
     def __init__(self, groups: Groups, lanes: Lanes) -> None:
         self.groups, self._lanes = groups, lanes
@@ -111,7 +117,7 @@ class Reducer:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
         lanes, shard = self._lanes, self.groups.shard
         lanes.reduce.wait(lanes.compute.mark())
-        with lanes.reduce, no_gradients():
+        with lanes.reduce:
             if shard.size == 1:
                 chunk, handle = full.clone(), DONE
             else:
@@ -137,11 +143,12 @@ class Reducer:
         """Complete the sum and divide it. Not ``final`` where replicas are left for later."""
         if reduced.summed:
             return
-        with self._lanes.reduce, no_gradients():
+        with self._lanes.reduce:
             reduced.handle.wait()
             replicate = self.groups.replicate
             partial = replicate is not None and replicate.size > 1 and not all_reduce
-            self._add_earlier(reduced, keep=partial)
+            if partial or self._partial is not None:
+                self._add_earlier(reduced, keep=partial)
             self._lanes.reduce.note("combine", writes=[reduced.chunk])
             if partial:
                 reduced.summed, reduced.final = True, False
@@ -150,7 +157,7 @@ class Reducer:
             self._all_reduce(reduced.chunk, tag)
             divisor = self._post_divisor(reduced.chunk.dtype)
             if divisor != 1.0:
-                reduced.chunk.div_(divisor)
+                reduced.chunk.div_(_scalar(divisor))
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(reduced.chunk)
         reduced.mark = self._lanes.reduce.mark()

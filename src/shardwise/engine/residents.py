@@ -30,9 +30,11 @@ class Residents:
 
     def gather(self, unit: Unit) -> None:
         """Begin to gather ``unit`` and the units that it borrows from."""
-        for owner in (unit, *unit.needs):
-            self._behind.pop(owner, None)  # wanted again before it was freed
-        for owner in (unit, *unit.needs):
+        owners = (unit, *unit.needs) if unit.needs else (unit,)
+        if self._behind:
+            for owner in owners:
+                self._behind.pop(owner, None)  # wanted again before it was freed
+        for owner in owners:
             owner.unshard()
 
     def expect(self, unit: Unit) -> None:

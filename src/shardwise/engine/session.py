@@ -23,8 +23,11 @@ from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
 from .unused import end_reductions
+from .values import refuse_precision
 
 __all__ = ["Session"]
+
+_REST, _FORWARD, _BACKWARD = Pass  # reading a member of an enumeration takes longer
 
 
 class Session:
@@ -32,7 +35,7 @@ class Session:
 
     def __init__(self, root: Unit, units: Sequence[Unit], lanes: Lanes, schedule: Schedule) -> None:
         self.root, self.units, self.lanes, self.schedule = root, list(units), lanes, schedule
-        self.pass_, self.step = Pass.REST, Step()
+        self.pass_, self.step = _REST, Step()
         self.residents = Residents(lanes, schedule)
         self.open: list[Unit] = []  #: forwards under way, the innermost last
         self._started: list[Unit] = []  #: in the order of this forward …
@@ -42,7 +45,7 @@ class Session:
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         for unit in self.units:
             unit.on_first_gradient = self.begin_backward
-            unit.on_all_gradients = self._completion(unit)
+            unit.collector.on_complete = self._completion(unit)
             unit.collector.patient = unit is root and len(self.units) > 1
 
     def _completion(self, unit: Unit) -> Callable[[], None]:
@@ -60,20 +63,17 @@ class Session:
             require_move(self.root, self.pass_, to)
             self.pass_ = to
 
-    # ------------------------------------------------------------------ memory
     def gather(self, unit: Unit) -> None:
         """Begin to gather ``unit`` and the units that it borrows from."""
-        if self.pass_ is Pass.REST:
+        if self.pass_ is _REST:
             self.residents.follow_user()
         self.residents.gather(unit)
 
     def use(self, unit: Unit) -> None:
         """Gather ``unit``, wait, and show its leaves, until ``unuse``."""
         self.residents.gather(unit)
-        owners = (unit, *unit.needs)
-        for owner in owners:
+        for owner in (unit, *unit.needs):
             owner.wait()
-        for owner in owners:
             owner.uses += 1
             owner.gather.note_use()
         unit.face.show_leaves()
@@ -89,11 +89,10 @@ class Session:
                 if free and not self.step.keep_gathered:
                     self.residents.release(owner)
 
-    # ------------------------------------------------------------------ forward
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward begins."""
         self.settle()
-        if not self.open and self.pass_ is not Pass.BACKWARD:
+        if not self.open and self.pass_ is not _BACKWARD:
             self._begin_forward()
         edited = False
         for owner in (unit, *unit.needs):
@@ -103,13 +102,13 @@ class Session:
         self.use(unit)
         unit.asked = False
         self.open.append(unit)
-        if self.pass_ is Pass.FORWARD:
+        if self.pass_ is _FORWARD:
             self._prefetch_forward(unit)
 
     def _begin_forward(self) -> None:
         """From rest. What is still gathered may be older than the user's last edit: it goes."""
         self._compared = self._compared or require_likeness(self.root, self.units)
-        self._move(Pass.FORWARD)
+        self._move(_FORWARD)
         self.residents.drain(keep=0)
         cast_buffers(buffers_for_compute(unit.buffers for unit in self.units))
         kept = [unit for unit in self.units if unit.gather.holds_memory] if self.step.keep_gathered else []
@@ -138,7 +137,7 @@ class Session:
     def leave_forward(self, unit: Unit) -> Call:
         """A unit's forward ended, or was left by an exception."""
         self.open.pop()
-        recomputing = self.pass_ is Pass.BACKWARD
+        recomputing = self.pass_ is _BACKWARD
         if not recomputing:
             if self._ended is not unit:
                 unit.before = self._ended
@@ -150,12 +149,12 @@ class Session:
         unit.gather.keeping = torch.is_grad_enabled() and not recomputing
         self.unuse(unit, free=free)
         torch.clear_autocast_cache()  # it may hold casts of leaves: memory, and stale after the next step
-        if not self.open and self.pass_ is Pass.FORWARD:
+        if not self.open and self.pass_ is _FORWARD:
             self._end_forward()
         return call
 
     def _end_forward(self) -> None:
-        self._move(Pass.REST)
+        self._move(_REST)
         self.residents.give_up()
         for unit in self.units:
             idle = unit.uses == 0 and not unit.asked  # gathered ahead and never used
@@ -177,12 +176,11 @@ class Session:
                 following[1].take_over_edits()
                 self.residents.expect(following[1])
 
-    # ------------------------------------------------------------------ backward
     def begin_backward(self) -> None:
         """The first sign of a backward pass; its end will call ``end_backward``."""
-        if self.pass_ is Pass.BACKWARD:
+        if self.pass_ is _BACKWARD:
             return
-        self._move(Pass.BACKWARD)
+        self._move(_BACKWARD)
         self.step.creating_graph = torch.is_grad_enabled()
         self.step.keep_gathered |= self.step.creating_graph
         self._guard(False)
@@ -195,13 +193,16 @@ class Session:
         """Gradients reached the outputs of a unit's forward."""
         if call.entered:
             return
-        call.unit.require_precision(call.precision)
-        self.begin_backward()
-        if call.unit.settings.unshard_in_backward:
-            self.use(call.unit)
+        unit = call.unit
+        if call.precision is not unit.precision:
+            refuse_precision(unit.name, full=unit.in_full_precision)
+        if self.pass_ is not _BACKWARD:
+            self.begin_backward()
+        if unit.settings.unshard_in_backward:
+            self.use(unit)
         call.entered = True
         self.step.entered.append(call)
-        self.step.touched[call.unit] = None
+        self.step.touched[unit] = None
         if self.schedule.backward is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
 
@@ -213,11 +214,11 @@ class Session:
         """Gradients reached the inputs of a unit's forward."""
         if not call.entered:
             return
-        call.entered = False
+        call.entered, unit = False, call.unit
         self.step.entered.remove(call)
-        unit = call.unit
         unit.outstanding -= 1
         unit.unwatched |= not call.watched
+        unit.collector.sweep()
         if unit.settings.unshard_in_backward:
             over = unit.turns.backward_over(unit.outstanding)
             self.unuse(unit, free=unit.settings.reshard_after_backward and over)
@@ -237,22 +238,23 @@ class Session:
 
     def send(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``; at most one reduction is on its way."""
-        if not unit.settings.sync_gradients or self.step.creating_graph:
+        step = self.step
+        if not unit.settings.sync_gradients or step.creating_graph:
             return
-        for earlier in self.step.reducing:
+        for earlier in step.reducing:
             earlier.finish_reduce()
-        self.step.reducing.clear()
+        step.reducing.clear()
         if unit.reduce():
             if unit.groups.shard.overlaps or not self.lanes.immediate:
-                self.step.reducing.append(unit)
+                step.reducing.append(unit)
             else:
                 unit.finish_reduce()
-            self.step.reduced[unit] = None
+            step.reduced[unit] = None
 
     @never_traced
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, bind, free."""
-        if self.pass_ is not Pass.BACKWARD:
+        if self.pass_ is not _BACKWARD:
             return
         for call in list(self.step.entered):
             self.leave_backward(call)
@@ -271,30 +273,27 @@ class Session:
         self.residents.drain(keep=0)
         for unit in self.step.touched:
             unit.gather.forget()
-        self._move(Pass.FORWARD if self.open else Pass.REST)
+        self._move(_FORWARD if self.open else _REST)
         self.step = Step(keep_gathered=keep)
         self._guard(keep)
 
     def _end_reductions(self) -> None:
         end_reductions(self.step)
 
-    # ------------------------------------------------------------------ recovery
     def settle(self) -> None:
         """If a backward was left by an exception, throw the iteration away. Cheap otherwise."""
-        if self.pass_ is Pass.BACKWARD and not in_backward():
+        if self.pass_ is _BACKWARD and not in_backward():
             self.recover()
 
     def recover(self) -> None:
         """Throw away an iteration that an exception left unfinished; everything is at rest then."""
-        backward = self.pass_ is Pass.BACKWARD
+        backward = self.pass_ is _BACKWARD
         self.lanes.compute.wait(self.lanes.reduce.mark())  # it may be reading what is freed now
         self.residents.forget(self.units)
         self._guard(False)
         for unit in self.units:
             unit.recover()
-        self.step, self.open, self.pass_, self._started = Step(), [], Pass.REST, []
+        self.step, self.open, self.pass_, self._started = Step(), [], _REST, []
         if backward:
-            warnings.warn(
-                "shardwise: the last backward did not finish, so gradients may hold part of a step; "
-                "call zero_grad() before the next one", RuntimeWarning, stacklevel=5,
-            )
+            warnings.warn("shardwise: the last backward did not finish, so gradients may hold part of a step; "
+                          "call zero_grad() before the next one", RuntimeWarning, stacklevel=5)

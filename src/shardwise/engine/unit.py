@@ -22,6 +22,7 @@ from ..storage.filling import leave_meta
 from ..storage.flat_storage import FlatStorage
 from ..storage.roster import Roster
 from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
+from ..torch_private import no_gradients, without_torch_function
 from .bind import bind
 from .buffers import UnitBuffers
 from .collect import Collector
@@ -38,6 +39,12 @@ __all__ = ["Unit"]
 class Unit:
     """The parameters of one or more modules, moved as one."""
 
+    __slots__ = (
+        "__weakref__", "_replan", "asked", "before", "buffers", "collector", "face", "flags", "fqn", "gather",
+        "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
+        "outstanding", "own_modules", "policy", "precision", "reducer", "residency", "roster",
+        "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses",
+    )
     _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
         weakref.WeakKeyDictionary())
 
@@ -69,9 +76,8 @@ class Unit:
         self.reducer = Reducer(groups, lanes)
         self.sent: Reduced | None = None
         self.flags: list[bool] = []  #: which targets had a gradient here in the last reduction
-        self.collector = Collector(self.storages, lanes, self._on_first, self._on_complete)
+        self.collector = Collector(self.storages, lanes, self._on_first)
         self.on_first_gradient = _nothing  # set by the session
-        self.on_all_gradients = _nothing
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn!r}, {sum(len(s.parameters) for s in self.storages)} parameters)"
@@ -110,6 +116,8 @@ class Unit:
         """
         if self.face.in_use or self.residency is not Residency.SHARDED:
             return False
+        if self._untouched():
+            return False
         edited = False
         self.follow_off_meta()
         if self.face.strangers():
@@ -123,7 +131,8 @@ class Unit:
         for storage in self.storages:
             before = storage.leaves
             edited |= take_over_edits(storage)
-            self._replan |= storage.follow_requires_grad() or storage.leaves is not before
+            self._replan |= storage.leaves is not before
+            self._replan |= storage.last_seen.follow_requires_grad(storage.visible, storage.leaves)
         if self._replan:
             if self.collector.holding:
                 self.collector.follow_leaves()  # what is unsent stays; replan once it has gone
@@ -133,6 +142,14 @@ class Unit:
         if edited:
             self.lanes.compute.note("edit", writes=[storage.shard for storage in self.storages])
         return edited
+
+    def _untouched(self) -> bool:
+        """Is everything as the engine left it? The quick answer to what ``take_over_edits`` looks for."""
+        with without_torch_function():
+            for storage in self.storages:
+                if not storage.untouched:
+                    return False
+            return not self._replan and self.face.undisturbed() and not self.roster.has_newcomers
 
     def follow_off_meta(self) -> None:
         """Take over memory that was given to parameters on the meta device."""
@@ -166,21 +183,10 @@ class Unit:
             storage.set_full_precision(full)
         self.collector.follow_leaves()
 
-    def require_precision(self, precision: Precision) -> None:
-        """Raise ``LifecycleError`` if the backward of a forward in ``precision`` cannot run now."""
-        if precision is not self.precision:
-            inside = self.in_full_precision
-            raise LifecycleError(
-                "forward and backward ran on different sides of full_precision()", unit=self.name,
-                expected=f"backward {'outside' if inside else 'inside'} of it, as forward",
-                got="inside" if inside else "outside",
-                remedy="Call backward() in the same context as the forward that it belongs to.",
-            )
-
     def unshard(self) -> None:
         """Begin to gather, unless gathered or under way."""
         if self.residency is Residency.SHARDED:
-            if any(storage.widened or storage.on_meta for storage in self.storages):
+            if any([storage.widened or storage.shard.is_meta for storage in self.storages]):
                 require_values(self.name, self.storages, self.face)
             self._move(Residency.UNSHARDING)
             self.gather.start(self.tag(0))
@@ -217,23 +223,20 @@ class Unit:
         self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
         self.collector.keep = not self.settings.sync_gradients
 
-    def _on_complete(self) -> None:
-        self.on_all_gradients()
-
     def reduce(self) -> bool:
         """Send the collected gradients. False if there is nothing to send."""
         if self.collector.plan is None:
             return False
-        self.collector.open(keep=False)
         if self.sent is not None:
             self.finish_reduce()
-        if self.observer is not None:
-            self.observer("reduce", self.collector.nbytes)
-        full, used = self.collector.hand_over()
-        self.flags = used
-        self.sent = self.reducer.start(full, used, self.tag(1))
-        if not self.lanes.immediate:
-            self.reducer.finish(self.sent, self.tag(2), all_reduce=self.settings.all_reduce)
+        with no_gradients():
+            full, used = self.collector.hand_over()
+            if self.observer is not None:
+                self.observer("reduce", self.collector.nbytes)
+            self.flags = used
+            self.sent = self.reducer.start(full, used, self.tag(1))
+            if not self.lanes.immediate:
+                self.reducer.finish(self.sent, self.tag(2), all_reduce=self.settings.all_reduce)
         return True
 
     def finish_reduce(self) -> None:
@@ -241,17 +244,18 @@ class Unit:
         sent = self.sent
         if sent is None or sent.bound:
             return
-        self.reducer.finish(sent, self.tag(2), all_reduce=self.settings.all_reduce)
+        with no_gradients():
+            self.reducer.finish(sent, self.tag(2), all_reduce=self.settings.all_reduce)
         self.reducer.wait(sent)
         self.collector.close()
-        sent.bound = True
-        if not sent.final or all(sent.used):
+        sent.bound, complete = True, all(sent.used)
+        if not sent.final or complete:
             self.sent = None
         self.flags = sent.used  # with what waited for the replicas, if anything did
         if sent.final:
             self.lanes.compute.note("bind", reads=[sent.chunk])
             bind(self.collector, sent,
-                 None if all(sent.used) else lambda numbers: any(sent.used[n] for n in numbers))
+                 None if complete else lambda numbers: any(sent.used[n] for n in numbers))
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
         """Give the parameters that only other ranks used their part of the sum.

@@ -1,8 +1,9 @@
-"""Parameters that cannot be gathered now: they have no values, or show whole ones to the user."""
+"""What cannot be computed with now: parameters without values, or shown whole to the user, or of another precision."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -11,7 +12,20 @@ from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
 from ..torch_private import in_backward
 
-__all__ = ["require_values"]
+__all__ = ["refuse_precision", "require_values"]
+
+
+def refuse_precision(unit: str, *, full: bool) -> NoReturn:
+    """Raise ``LifecycleError``: the backward of a forward in another precision cannot run now.
+
+    ``full``: full precision is on now.
+    """
+    raise LifecycleError(
+        "forward and backward ran on different sides of full_precision()", unit=unit,
+        expected=f"backward {'outside' if full else 'inside'} of it, as forward",
+        got="inside" if full else "outside",
+        remedy="Call backward() in the same context as the forward that it belongs to.",
+    )
 
 
 def require_values(unit: str, storages: Sequence[FlatStorage], face: OriginalFace) -> None:

@@ -100,8 +100,8 @@ def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched
     call.unit.outstanding += 1
     for node in nodes:
         node.register_prehook(partial(listener.enter_backward, call))
-    if watched is None:
-        return
-    call.watched = True  # if not by the input, then by the end of the pass
-    if watched.in_front:
+    call.watched = watched is not None  # if not by the input, then by the end of the pass
+    if watched is not None and watched.in_front:
         watched.node.register_prehook(partial(listener.leave_backward, call))
+    else:
+        call.unit.collector.listen_to_all()

@@ -47,7 +47,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-_MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
+_MOVES: frozenset[int] = frozenset(old * 100 + new for old, new in (
     (Residency.SHARDED, Residency.UNSHARDING),
     (Residency.UNSHARDING, Residency.UNSHARDED),
     (Residency.UNSHARDING, Residency.SHARDED),
@@ -58,12 +58,12 @@ _MOVES: frozenset[tuple[IntEnum, IntEnum]] = frozenset({
     (Pass.FORWARD, Pass.BACKWARD),
     (Pass.BACKWARD, Pass.REST),
     (Pass.BACKWARD, Pass.FORWARD),
-})
+))
 
 
 def require_move(unit: Named, old: IntEnum, new: IntEnum) -> None:
     """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
-    if (old, new) not in _MOVES:
+    if old * 100 + new not in _MOVES:
         raise LifecycleError(
             "illegal move of a unit", unit=unit.name, expected="a legal move",
             got=f"{old.name} -> {new.name}",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any
 
 from torch import nn
@@ -59,12 +61,24 @@ class Showing:
         return self.slot.module._parameters.get(self.name) if found is None else found
 
 
+@dataclass(slots=True)
+class _Table:
+    """All slots of one table with both of their faces, to be written in one go."""
+
+    table: dict[str, Any]
+    leaves: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    originals: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    shared: list[Showing] = field(default_factory=list[Showing])  #: slots that other units show as well
+
+
 class OriginalFace:
     """``use_orig_params=True``: the user's parameters are registered, in ``module._parameters``."""
 
     def __init__(self) -> None:
         self.showings: list[Showing] = []
         self.in_use = False
+        self._tables: list[_Table] = []
+        self.outdated = True  #: there are other leaves or originals than ``_tables`` was made from
         self._recurrent: list[tuple[nn.RNNBase, list[Any]]] = []
         self.at_rest: list[tuple[dict[str, Any], str, Any]] = []  #: more that is shown at rest only
 
@@ -73,6 +87,8 @@ class OriginalFace:
         for slot in entry.slots:
             showing = Showing(slot, storage, index, self._table(slot))
             showing.faces.append(self)
+            for face in showing.faces:
+                face.outdated = True
             self.showings.append(showing)
             storage.shown_by.append(showing)
             if isinstance(slot.module, nn.RNNBase) and all(m is not slot.module for m, _ in self._recurrent):
@@ -86,24 +102,28 @@ class OriginalFace:
         if self.in_use:
             return
         self.in_use = True
-        for s in self.showings:
-            s.table[s.name] = s.storage.leaves[s.index]
+        for t in self._tables if not self.outdated else self._current_tables():
+            t.table.update(t.leaves)
         for table, name, value in self.at_rest:
             if table.get(name) is value:
                 del table[name]
-        self._follow_recurrent()
+        if self._recurrent:
+            self._follow_recurrent()
 
     def show_originals(self) -> None:
         """Show the user's own objects."""
         if not self.in_use:
             return
         self.in_use = False
-        for s in self.showings:
-            if len(s.faces) == 1 or not s.in_use:
-                s.table[s.name] = s.storage.parameters[s.index]
+        for t in self._tables if not self.outdated else self._current_tables():
+            t.table.update(t.originals)
+            for s in t.shared:
+                if not s.in_use:
+                    t.table[s.name] = s.storage.parameters[s.index]
         for table, name, value in self.at_rest:
             table.setdefault(name, value)
-        self._follow_recurrent()
+        if self._recurrent:
+            self._follow_recurrent()
 
     def claim(self, showing: Showing) -> Any:
         """Take what was assigned under a name and registered elsewhere than the face keeps it."""
@@ -135,6 +155,7 @@ class OriginalFace:
         showing.storage.shown_by.remove(showing)
         showing.storage, showing.index = storage, index
         storage.shown_by.append(showing)
+        self.outdated = True
 
     def copied(self, module_of: Callable[[nn.Module], nn.Module],
                storage_of: Callable[[FlatStorage], FlatStorage]) -> OriginalFace:
@@ -156,6 +177,27 @@ class OriginalFace:
             (s, s.table.get(s.name)) for s in self.showings
             if s.table.get(s.name) is not s.storage.parameters[s.index] and not s.in_use
         ]
+
+    def undisturbed(self) -> bool:
+        """Are there no strangers? The quick form; it may say no for slots that other units show."""
+        for t in self._tables if not self.outdated else self._current_tables():
+            if t.shared or any(map(is_not, map(t.table.get, t.originals), t.originals.values())):
+                return False
+        return True
+
+    def _current_tables(self) -> list[_Table]:
+        """Leaves and originals by table."""
+        if self.outdated:
+            self.outdated, tables = False, dict[int, _Table]()
+            for s in self.showings:
+                t = tables.setdefault(id(s.table), _Table(s.table))
+                t.leaves[s.name] = s.storage.leaves[s.index]
+                if len(s.faces) == 1:
+                    t.originals[s.name] = s.storage.parameters[s.index]
+                else:
+                    t.shared.append(s)
+            self._tables = list(tables.values())
+        return self._tables
 
 
 class FlatFace(OriginalFace):

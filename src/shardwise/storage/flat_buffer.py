@@ -17,51 +17,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..torch_private import swap_storage
+from ..torch_private import can_swap_storage, swap_storage
 
 __all__ = ["BufferPool", "FlatBuffer"]
 
 
 class BufferPool:
-    """Memory given back by buffers, for the next one of the same size.
+    """Memory given back by buffers of one device, for the next one of the same size.
 
     At most ``keep`` times the largest piece is kept, however many sizes there are; what was
-    given back longest ago goes first.
+    given back longest ago goes first. For the CPU: an accelerator's allocator does this by itself.
     """
 
     def __init__(self, keep: int = 2) -> None:
         self.keep = keep
         self.nbytes = 0  #: bytes kept for reuse
-        # by size; the size that was given back last comes last
-        self._free: dict[tuple[torch.device, int], list[torch.UntypedStorage]] = {}
+        self._free: dict[int, list[torch.UntypedStorage]] = {}  # by size; that given back last comes last
+        self._empty: list[torch.UntypedStorage] = []  # shells without memory, for what is given back next
 
     def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give the empty ``storage`` ``nbytes`` of uninitialised memory."""
-        if (storage.device, nbytes) in self._free:
-            swap_storage(storage, self._pop((storage.device, nbytes)))
-        else:
+        pieces = self._free.get(nbytes)
+        if pieces is None:
             storage.resize_(nbytes)
+        else:
+            swap_storage(storage, piece := self._pop(nbytes, pieces))
+            self._empty.append(piece)
 
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """Take the memory of ``storage``, which is empty afterwards."""
-        nbytes = storage.nbytes()
-        piece = torch.UntypedStorage(0, device=storage.device)
-        if storage.device.type != "cpu" or not swap_storage(storage, piece):
-            storage.resize_(0)
-            return
-        key = (storage.device, nbytes)
-        self._free[key] = [*self._free.pop(key, ()), piece]
+    def give(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Take the ``nbytes`` of memory of ``storage``, which is empty afterwards."""
+        swap_storage(storage, piece := self._empty.pop() if self._empty else torch.UntypedStorage(0))
+        pieces = self._free.pop(nbytes, [])
+        pieces.append(piece)
+        self._free[nbytes] = pieces
         self.nbytes += nbytes
-        while self.nbytes > self.keep * nbytes:
-            if self.nbytes <= self.keep * max(size for _, size in self._free):
-                break
-            self._pop(next(iter(self._free)))
+        while self.nbytes > self.keep * nbytes and self.nbytes > self.keep * max(self._free):
+            self._pop(*next(iter(self._free.items())))
 
-    def _pop(self, key: tuple[torch.device, int]) -> torch.UntypedStorage:
-        pieces = self._free[key]
+    def _pop(self, nbytes: int, pieces: list[torch.UntypedStorage]) -> torch.UntypedStorage:
         if len(pieces) == 1:
-            del self._free[key]
-        self.nbytes -= key[1]
+            del self._free[nbytes]
+        self.nbytes -= nbytes
         return pieces.pop()
 
     def clear(self) -> None:
@@ -80,20 +76,26 @@ class FlatBuffer:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._pool = pool
+        self._pool = pool if device.type == "cpu" and can_swap_storage else None
         self._storage.resize_(0)
         self.allocated = False
 
     def allocate(self) -> None:
         """Give the buffer uninitialised memory, unless it has memory already."""
         if not self.allocated:
-            self._pool.take(self._storage, self._nbytes)
+            if self._pool is not None:
+                self._pool.take(self._storage, self._nbytes)
+            else:
+                self._storage.resize_(self._nbytes)
             self.allocated = True
 
     def free(self) -> None:
         """Take the memory away. The views stay, and must not be read until the next refill."""
         if self.allocated:
-            self._pool.give(self._storage)
+            if self._pool is not None:
+                self._pool.give(self._storage, self._nbytes)
+            else:
+                self._storage.resize_(0)
             self.allocated = False
 
     @property

@@ -22,9 +22,9 @@ from ..comm.collectives import Collectives
 from ..plan.layout import FlatLayout, ParameterSpec, plan_layout, row_granule
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter
-from ..torch_private import without_torch_function
 from .flat_buffer import FlatBuffer
 from .global_norm import AllReduces, GradientKind
+from .last_seen import LastSeen
 from .memory_format import MemoryFormat, format_of
 from .sharded_parameter import enroll
 from .tensor_parallel import as_used, local_part
@@ -74,6 +74,7 @@ class FlatStorage:
         self.buffer: FlatBuffer | None
         self.full: Tensor
         self.leaves: list[nn.Parameter]
+        self.last_seen = LastSeen()
         self._parked: _InUse | None = None  #: what was in use before the precision changed
         self._show_rows()
         self._make_leaves()
@@ -158,6 +159,7 @@ class FlatStorage:
         with torch.inference_mode(mode=False), torch.no_grad():
             seen.parameter.data = self.local_view(seen).data
         seen.pointer = seen.parameter.data_ptr()
+        self.last_seen.forget_places()
 
     def rehome(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the shard to another stored dtype or device (``model.to(...)`` after wrapping)."""
@@ -216,9 +218,11 @@ class FlatStorage:
                 self._make_leaves()
             else:
                 self.buffer, self.full, self.own_slot, self.leaves = parked
+                self._tell_faces()
 
     def _make_leaves(self) -> None:
         self.buffer = None
+        self._tell_faces()
         if not self.aliased:
             self.buffer = FlatBuffer(
                 self.layout.flat_numel, self.compute_dtype, self.compute_device, self.pool
@@ -239,17 +243,23 @@ class FlatStorage:
         leaf.__dict__.update(self.parameters[index].__dict__)
         return leaf
 
-    def follow_requires_grad(self) -> bool:
-        """Give the leaves the ``requires_grad`` of the user's objects; did anything change?"""
-        changed = False
-        with without_torch_function():
-            now = [seen.parameter.requires_grad for seen in self.visible]
-        for seen, wanted in zip(self.visible, now, strict=True):
-            for index in seen.indices:
-                if self.leaves[index].requires_grad != wanted:
-                    self.leaves[index].requires_grad_(wanted)
-                    changed = True
-        return changed
+    def replace_parameter(self, seen: Visible, found: nn.Parameter) -> None:
+        """Let ``found`` be the user's object that ``seen`` stands for."""
+        seen.parameter = self.parameters[seen.indices[0]] = found
+        self._tell_faces()
+
+    def _tell_faces(self) -> None:
+        """There are other objects in ``parameters`` or ``leaves``."""
+        for showing in self.shown_by:
+            for face in showing.faces:
+                face.outdated = True
+
+    @property
+    def untouched(self) -> bool:
+        """Is certainly nothing to be taken over? To be asked without torch functions."""
+        if self.widened or self.hidden or self.shard.is_meta:
+            return False
+        return self.last_seen.unchanged(self.visible, self.shard.dtype)
 
     def fill_leaves(self) -> None:
         """Give the leaves the values that the user's parameters show (whole, inside a summon)."""
@@ -274,22 +284,6 @@ class FlatStorage:
         return full.as_strided(
             shape, self.formats[index].strides(shape), full.storage_offset() + self.layout.offsets[index]
         )
-
-    def gather_one(self, index: int, local: Tensor) -> Tensor:
-        """Whole value of parameter ``index`` from every rank's ``local`` rows (a collective)."""
-        spec, spans = self.layout.parameters[index], [
-            self.layout.span(index, rank) for rank in range(self.world_size)
-        ]
-        if self.world_size == 1:
-            return local.detach().clone()
-        slot = max(span.numel for span in spans)
-        mine = torch.zeros(slot, dtype=local.dtype, device=local.device)
-        mine[: local.numel()] = self.formats[index].flatten(local.detach()) if spec.shape else local.detach()
-        everyone = torch.empty(slot * self.world_size, dtype=local.dtype, device=local.device)
-        self.comm.all_gather(everyone, mine).wait()
-        pieces = [everyone[rank * slot : rank * slot + span.numel] for rank, span in enumerate(spans)]
-        whole = torch.cat(pieces)
-        return whole.as_strided(spec.shape, self.formats[index].strides(spec.shape)).clone()
 
     def rows_of(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of a ``whole`` value of parameter ``index``, 1-D in memory order."""

@@ -60,15 +60,14 @@ class GradientKind:
     """Makes the gradients of one shard group: plain tensors where nothing is split."""
 
     def __init__(self, comm: AllReduces) -> None:
-        self._kind: type[ShardedGradient] | None = None
+        self.tensor_class: type[Tensor] = Tensor
         if comm.size > 1:
-            self._kind = type("ShardedGradient", (ShardedGradient,), {"comm": comm})
-            mark_foreach_supported(self._kind)
+            self.tensor_class = type("ShardedGradient", (ShardedGradient,), {"comm": comm})
+            mark_foreach_supported(self.tensor_class)
 
     def mark(self, gradient: Tensor) -> Tensor:
         """Give ``gradient`` its class; the same object, no copy."""
-        if self._kind is not None:
-            gradient.__class__ = self._kind
+        gradient.__class__ = self.tensor_class
         return gradient
 
 

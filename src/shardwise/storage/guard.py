@@ -105,21 +105,20 @@ def guard(storages: Iterable[FlatStorage]) -> None:
     """Refuse use at rest."""
     for storage in storages:
         if not storage.whole:
-            for parameter in _objects(storage):
-                parameter.__class__ = _GUARDED.get(type(parameter), type(parameter))
+            _change_class(storage, _GUARDED)
 
 
 def unguard(storages: Iterable[FlatStorage]) -> None:
     """Back to the cheap class."""
     for storage in storages:
-        for parameter in _objects(storage):
-            parameter.__class__ = _CHEAP.get(type(parameter), type(parameter))
+        _change_class(storage, _CHEAP)
 
 
-def _objects(storage: FlatStorage) -> Iterable[Any]:
-    if storage.hidden:
-        yield storage.visible[0].parameter
-    yield from storage.parameters
+def _change_class(storage: FlatStorage, table: dict[type, type]) -> None:
+    shown: list[Any] = storage.parameters
+    for parameter in [storage.visible[0].parameter, *shown] if storage.hidden else shown:
+        kind = parameter.__class__
+        parameter.__class__ = table.get(kind, kind)
 
 
 _READS: frozenset[Any] = frozenset({

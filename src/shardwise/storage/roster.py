@@ -23,7 +23,6 @@ class Roster:
     def has_newcomers(self) -> bool:
         """Were parameters or modules added, or modules replaced, since?"""
         for registered, count, children, known in self._rows:
-            if len(registered) > count or len(children) != len(known) or any(
-                    new is not old for new, old in zip(children.values(), known, strict=True)):
+            if len(registered) > count or ((known or children) and [*children.values()] != known):
                 return True
         return False

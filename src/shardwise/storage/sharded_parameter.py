@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
+from .gather_one import gather_one
 from .global_norm import ShardedGradient
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ShardedMethods:
             )
         if index < 0:
             return storage.gather_flat(mine)
-        gathered = mine.clone() if storage.widened else storage.gather_one(index, mine)
+        gathered = mine.clone() if storage.widened else gather_one(storage, index, mine)
         part = storage.owned[index].parallel
         return gathered if part is None else part.whole(gathered)
 

@@ -22,7 +22,7 @@ class Place:
     pin_memory: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Visible:
     """A parameter object that the user sees at rest, and the part of the shard it shows."""
 

@@ -193,7 +193,7 @@ def _replace(showing: Showing, found: nn.Parameter, seen: Visible) -> None:
         storage.local_view(seen).copy_(value)
         found.grad = None
     withdraw(old)
-    seen.parameter = storage.parameters[index] = found
+    storage.replace_parameter(seen, found)
     enroll(found, storage, index)
     storage.point_at_shard(seen)
     if not storage.hidden:

@@ -1,0 +1,55 @@
+"""What the user's parameters were like when the engine last looked: is there anything to take over?
+
+Asked before every forward of a unit, so it is a few comparisons of lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..torch_private import without_torch_function
+from .visible import Visible
+
+__all__ = ["LastSeen"]
+
+
+class LastSeen:
+    """The places in memory and the ``requires_grad`` of the visible parameters of one storage."""
+
+    __slots__ = ("_places", "_trained")
+
+    def __init__(self) -> None:
+        self._places: tuple[list[nn.Parameter], list[int]] | None = None
+        self._trained: list[bool] = []
+
+    def forget_places(self) -> None:
+        """The engine itself has moved a parameter."""
+        self._places = None
+
+    def unchanged(self, visible: Sequence[Visible], dtype: torch.dtype) -> bool:
+        """Was nothing moved, cast, frozen or trained since? To be asked without torch functions."""
+        if self._places is None:
+            self._places = [seen.parameter for seen in visible], [seen.pointer for seen in visible]
+        parameters, expected = self._places
+        pointers = [parameter.data_ptr() for parameter in parameters]
+        return (
+            pointers == expected
+            and [parameter.requires_grad for parameter in parameters] == self._trained
+            # the place tells the dtype, but for parameters without memory
+            and (0 not in pointers or {parameter.dtype for parameter in parameters} == {dtype})
+        )
+
+    def follow_requires_grad(self, visible: Sequence[Visible], leaves: Sequence[nn.Parameter]) -> bool:
+        """Give the leaves the ``requires_grad`` of the user's objects; did anything change?"""
+        changed = False
+        with without_torch_function():
+            self._trained = [seen.parameter.requires_grad for seen in visible]
+        for seen, wanted in zip(visible, self._trained, strict=True):
+            for index in seen.indices:
+                if leaves[index].requires_grad != wanted:
+                    leaves[index].requires_grad_(wanted)
+                    changed = True
+        return changed
