@@ -84,7 +84,7 @@ def _sampled(tensors: Sequence[Tensor]) -> list[str]:
         if not parts:
             return []
         every = torch.cat([part.to(parts[0].device) for part in parts]).cpu()
-    return [part.numpy().tobytes().hex() for part in every.split([part.numel() for part in parts])]
+    return [bytes(part.tolist()).hex() for part in every.split([part.numel() for part in parts])]
 
 
 def require_likeness(root: Unit, units: Sequence[Unit]) -> bool:
