@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class Target:
 class Collector:
     """The unsent gradients of one unit.
 
-    ``on_first()`` is called when the first gradient of a backward pass arrives (it opens the
-    buffer), ``on_complete()`` when every leaf has delivered in this pass, if all of them tell.
+    ``on_first()`` is called when a pass brings its first gradient, ``on_complete()`` when every leaf
+    has delivered, if all of them tell.
     """
 
     #: gradients of at least this many elements are copied as soon as they arrive
@@ -99,10 +100,7 @@ class Collector:
 
     def _widest(self) -> torch.dtype:
         dtypes = [s.precision.wire_dtype(s.stored_dtype) for s in self.live]
-        wire = dtypes[0]
-        for dtype in dtypes[1:]:
-            wire = torch.promote_types(wire, dtype)
-        return wire
+        return reduce(torch.promote_types, dtypes)
 
     def rebuild(self) -> None:
         """Plan for the parameters that are trained now, and listen to their leaves."""
@@ -140,7 +138,8 @@ class Collector:
         for target in self.targets:
             if not target.leaf.requires_grad:
                 continue
-            if self._listens_to_all or target.leaf.numel() >= self.LARGE:
+            split = target.storage.owned[target.index].parallel is not None  # by tensor parallelism
+            if self._listens_to_all or split or target.leaf.numel() >= self.LARGE:
                 self._hooks.append(target.leaf.register_post_accumulate_grad_hook(self._listener(target)))
             else:
                 self._quiet.append(target)
