@@ -10,6 +10,7 @@ from .frontend.execution import group_by_execution
 from .frontend.full_precision import full_precision
 from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
+from .frontend.numbers import check_numbers, compare_replicas, deterministic
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
 from .frontend.summon import iter_units_full, summon_full_params
@@ -70,8 +71,11 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "check_numbers",
     "clip_grad_norm",
     "clip_grad_value",
+    "compare_replicas",
+    "deterministic",
     "full_precision",
     "fully_shard",
     "group_by_execution",

@@ -6,6 +6,7 @@
     ├── LifecycleError             a call that is not legal in the present state
     ├── WritebackError             a user's edit of a parameter or gradient that cannot be honoured
     ├── CheckpointError            state that cannot be saved, read or matched
+    ├── NumbersError               a value that is not finite, or replicas that differ
     └── CommunicationError         a collective that did not happen as planned
         ├── DivergenceError        ranks that run different things
         └── PeerError              a rank that died or does not answer
@@ -24,6 +25,7 @@ __all__ = [
     "ConfigurationError",
     "DivergenceError",
     "LifecycleError",
+    "NumbersError",
     "OptionTypeError",
     "PeerError",
     "ShardwiseError",
@@ -97,6 +99,10 @@ class WritebackError(ShardwiseError):
 
 class CheckpointError(ShardwiseError):
     """State that cannot be saved, read or matched with the model."""
+
+
+class NumbersError(ShardwiseError):
+    """A value that is not finite, or replicas that differ; found by a check that was asked for."""
 
 
 class CommunicationError(ShardwiseError):

@@ -52,6 +52,8 @@ class Collectives(ABC):
     real: bool = True
     #: False where a collective is finished when its call returns, so that starting it early gains nothing
     overlaps: bool = True
+    #: True: sums are made in rank order, even where that costs more (``shardwise.deterministic``)
+    rank_order: bool = False
     #: turns a tag into words for messages; set by the engine
     describe_tag: Callable[[int], str] | None = None
 

@@ -84,7 +84,7 @@ class ProcessGroupCollectives(Collectives):
         return self._launch(call, _gather, _wire(out), _wire(shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
-        if self._trusting and full.dtype in REDUCIBLE:
+        if self._trusting and not self.rank_order and full.dtype in REDUCIBLE:
             return self._launch(Call(Kind.REDUCE_SCATTER, tag), quick_reduce_scatter, out, full, quick=True)
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
@@ -92,7 +92,7 @@ class ProcessGroupCollectives(Collectives):
         require_reducible("reduce_scatter", full)
         if not self._agreed(call, out):
             return DONE
-        if not self._is_gloo(full):
+        if not self._is_gloo(full) and not self.rank_order:
             return self._launch(call, _reduce_scatter, out, full)
         arrived = torch.empty_like(full)
         pending = self._launch(call, dist.all_to_all_single, arrived, full)
@@ -103,6 +103,10 @@ class ProcessGroupCollectives(Collectives):
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, _VARIANT[reduction])
         if self.size == 1 or not self._agreed(call, tensor):
             return DONE
+        if self.rank_order and reduction is Reduction.SUM:
+            arrived = tensor.new_empty(self.size * tensor.numel())
+            pending = self._launch(call, _gather, arrived, tensor.contiguous().view(-1))
+            return _SumWhenArrived(pending, tensor, arrived, self.size)
         return self._launch(call, dist.all_reduce, tensor, op=_OPERATION[reduction])
 
     def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:

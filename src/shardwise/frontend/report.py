@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from ..engine.unit import Unit
 from ..errors import LifecycleError
 from ..plan.layout import FlatLayout, find_offenders
 
-__all__ = ["Memory", "ParameterPlan", "Plan", "UnitPlan", "memory_of", "observe", "plan_of"]
+__all__ = ["Memory", "ParameterPlan", "Plan", "UnitPlan", "memory_of", "observe", "plan_of", "told"]
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,30 @@ def observe(model: nn.Module, callback: Callable[[str, str, int, int], None]) ->
     ``event`` is ``gather`` (nbytes are allocated), ``free``, or ``reduce`` (nbytes are sent).
     ``unit`` is the unit's FQN; ``time_ns`` is ``time.perf_counter_ns()``.
     """
-    named = _named_units(model)
-    for name, unit in named:
-        session = session_of(unit)
-        label = (unit.fqn if session is not None else name) or "(root)"
+    with ExitStack() as stack:
+        for name, unit in _named_units(model):
+            session = session_of(unit)
+            label = (unit.fqn if session is not None else name) or "(root)"
 
-        def tell(event: str, nbytes: int, label: str = label) -> None:
-            callback(event, label, nbytes, time.perf_counter_ns())
+            def tell(event: str, nbytes: int, label: str = label) -> None:
+                callback(event, label, nbytes, time.perf_counter_ns())
 
-        unit.observer = tell
+            stack.enter_context(told(unit, tell))
+        yield
+
+
+@contextmanager
+def told(unit: Unit, listener: Callable[[str, int], None]) -> Iterator[None]:
+    """Inside, ``listener`` is told what ``unit`` does, after whoever is told already."""
+    before = unit.observer
+
+    def tell(event: str, nbytes: int) -> None:
+        if before is not None:
+            before(event, nbytes)
+        listener(event, nbytes)
+
+    unit.observer = tell
     try:
         yield
     finally:
-        for _, unit in named:
-            unit.observer = None
+        unit.observer = before
