@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,18 @@ class _Spreader:
         place = placement_of(tensor.storage, tensor.index).with_trailing(coming.shape[1:])
         return ShardedRecord(place.cut(whole).clone().to(tensor.storage.shard.device), place)
 
+    def filled(self, coming: Any, held: Any) -> Any:
+        """A value that is no tensor, such as a module's extra state, with the tensors in it."""
+        if isinstance(coming, _Coming):
+            return self.receive(coming, held, None, by_rows=False)
+        if isinstance(coming, dict):
+            named = cast("dict[Any, Any]", coming)
+            return {key: self.filled(item, held[key] if self.is_source else None) for key, item in named.items()}
+        if isinstance(coming, list):
+            items = enumerate(cast("list[Any]", coming))
+            return [self.filled(item, held[place] if self.is_source else None) for place, item in items]
+        return coming
+
 
 def spread_model_state(model: nn.Module, state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Rank 0's full ``state_dict`` on every rank, sharded parameters as records (a collective)."""
@@ -81,7 +93,7 @@ def spread_model_state(model: nn.Module, state_dict: Mapping[str, Any] | None) -
             held = spreader.source[key] if spreader.is_source else None
             result[key] = spreader.receive(coming, held, tensor, by_rows=fits)
         else:
-            result[key] = coming
+            result[key] = spreader.filled(coming, spreader.source[key] if spreader.is_source else None)
     return result
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..comm.peers import Peers
 from ..engine.unit import Unit
 from ..errors import CheckpointError
+from .extra_state import modules_to_set, set_extra_states
 from .fit import DtypeMap, NameMap, fit_model
 from .model_tensors import ModelTensor, local_rows, settle, undivided_tensors
 from .optimizer_restore import OptimizerRestore
@@ -89,7 +90,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
             _require_values(tensors, [tensor for tensor, _ in pairs])
             saved = _Saved(source, staging, peers)
             restore = saved.optimizer(tensors, optimizer, strict=strict) if optimizer is not None else None
-            extra = saved.extra()
+            extra, modules = saved.value("extra"), saved.modules(model, strict=strict)
             if checksums:
                 source.check_targets([target for _, target in pairs], staging)
                 source.check_targets(restore.targets if restore is not None else [], staging)
@@ -99,6 +100,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
             if restore is not None:
                 source.fill(restore.targets, staging)
                 restore.apply()
+            set_extra_states(modules)
             if optimizer is not None if random_state is None else random_state:
                 saved.restore_random_state()
     return extra
@@ -176,11 +178,15 @@ class _Saved:
         found, _ = self._source.tensors("optimizer")
         return OptimizerRestore(tensors, optimizer, self._state["optimizer"], found, strict=strict)
 
-    def extra(self) -> Any:
-        """What the user added; this rank's where the ranks' differed."""
-        if "extra" not in self._state:
+    def modules(self, model: nn.Module, *, strict: bool) -> list[tuple[nn.Module, Any]]:
+        """Modules with their extra state; ``strict`` where a run wrote the files, not others or a conversion."""
+        return modules_to_set(model, self.value("modules") or {}, strict=strict and "modules" in self._state)
+
+    def value(self, name: str) -> Any:
+        """What the user added (``extra``) or modules keep (``modules``); this rank's where the ranks' differed."""
+        if name not in self._state:
             return None
-        by_rank = self._state["extra"]["by_rank"]
+        by_rank = self._state[name]["by_rank"]
         rank = str(self._rank) if str(self._rank) in by_rank else "0"
         found, _ = self._source.tensors("extra")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..comm.peers import Peers
 from ..errors import CheckpointError
 from .contents import Contents, Piece, model_contents
+from .extra_state import extra_states
 from .file_plan import FilePlan, PlannedFile, plan_files
 from .model_tensors import ModelTensor, undivided_tensors
 from .optimizer_contents import Described, OptimizerState
@@ -59,7 +60,14 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
         contents["model"] = model_contents(tensors, dtype, peers.rank)
     if optimizer is not None:
         contents["optimizer"], state["optimizer"] = _optimizer(tensors, optimizer, peers)
-    contents["extra"], state["extra"], state["random"] = _extra(extra, peers)
+    contents["extra"] = Contents()
+    with together(peers, "taking the modules' extra state"):
+        modules = extra_states(model)
+    state["extra"] = _by_rank("extra", extra, contents["extra"], peers)
+    state["modules"] = _by_rank("modules", modules, contents["extra"], peers)
+    with together(peers, "taking the random states") as words:
+        words.mine = encode(capture_random_state(), "random", _no_tensor)
+    state["random"] = words.all
     with together(peers, "planning the checkpoint's files") as words:
         plans = {base: _plan(base, one, max_shard_bytes) for base, one in contents.items()}
         words.mine = _digest([str(entry) for one in contents.values() for entry in one.entries])
@@ -100,26 +108,28 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _extra(extra: Any, peers: Peers) -> tuple[Contents, dict[str, Any], list[Any]]:
-    """What the user added, once if it is the same on all ranks, else of each rank; random states."""
+def _no_tensor(name: str, tensor: Tensor) -> None:
+    raise CheckpointError("a random state cannot be a tensor", fqn=name)
+
+
+def _by_rank(where: str, value: Any, contents: Contents, peers: Peers) -> dict[str, Any]:
+    """``value`` as JSON, once if it is the same on all ranks, else of each; its tensors go to ``contents``."""
     tensors: dict[str, Tensor] = {}
     with together(peers, "taking the extra state") as words:
-        encoded = encode(extra, "extra", tensors.__setitem__)
-        random_state = encode(capture_random_state(), "random", tensors.__setitem__)
+        encoded = encode(value, where, tensors.__setitem__)
         facts = {name: [str(t.dtype).removeprefix("torch."), list(t.shape), _content(t)]
                  for name, t in tensors.items()}
-        words.mine = (encoded, facts, random_state)
+        words.mine = (encoded, facts)
     said = words.all
-    same = all(one[:2] == said[0][:2] for one in said)
-    contents = Contents()
-    for rank, (_, others, _) in enumerate(said[:1] if same else said):
+    same = all(one == said[0] for one in said)
+    for rank, (_, others) in enumerate(said[:1] if same else said):
         for name, (dtype, shape, _) in others.items():
             mine = rank == peers.rank
             values = tensors[name] if mine else torch.empty(0)
             entry = Entry(f"rank{rank}.{name}", getattr(torch, dtype), tuple(shape))
             contents.add(entry, 0, values, mine=mine)
     by_rank = {str(rank): one[0] for rank, one in enumerate(said[:1] if same else said)}
-    return contents, {"same": same, "by_rank": by_rank}, [one[2] for one in said]
+    return {"same": same, "by_rank": by_rank}
 
 
 def _content(tensor: Tensor) -> str:
