@@ -53,12 +53,14 @@ def bind(collector: Collector, reduced: Reduced,
 
 def _sources(chunk: Tensor, collector: Collector) -> dict[FlatStorage, Tensor]:
     """The chunk in the dtype of the gradients of each storage, where its shard lies; converted once for all."""
-    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
+    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     sources: dict[FlatStorage, Tensor] = {}
     for storage in collector.live:
-        form = (storage.precision.final_dtype(storage.stored_dtype, chunk.dtype), storage.shard.device)
+        shard = storage.shard
+        form = (storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device)
         if form not in converted:
-            converted[form] = chunk.to(dtype=form[0], device=form[1])
+            same = form == (chunk.dtype, chunk.device)
+            converted[form] = chunk if same else chunk.to(dtype=form[0], device=form[1])
         sources[storage] = converted[form]
     return sources
 

@@ -62,7 +62,8 @@ class Gather:
 
     def start(self, tag: int) -> None:
         """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
-        moving, self._held = self._moving, self.buffers
+        moving = [storage for storage in self._all if storage.buffer is not None]
+        self._held = held = [storage.buffer for storage in moving if storage.buffer is not None]
         if not moving:
             return
         if moving[0].widened and moving[0].world_size > 1:
@@ -71,9 +72,9 @@ class Gather:
             return
         lane = self.lanes.gather
         with lane:
-            for buffer in self._held:
+            for buffer in held:
                 buffer.allocate()
-            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=self._held)
+            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=held)
             if self._kept is not None:
                 self._handle = self._start_kept(moving)
             elif self.comm.size == 1:

@@ -38,6 +38,8 @@ class ShardedGradient(Tensor):
     """This rank's rows of a gradient; a subclass for each group of ranks that share it."""
 
     comm: ClassVar[AllReduces]
+    #: optimizers ask this of each gradient; as an attribute of the class it needs no torch function
+    is_sparse = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     @classmethod
     def __torch_function__(
