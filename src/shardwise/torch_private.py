@@ -29,6 +29,7 @@ __all__ = [
     "foreach_scale",
     "gradient_dtype",
     "group_timeout",
+    "has_post_accumulate_hooks",
     "in_backward",
     "is_persistent_buffer",
     "load_hook_count",
@@ -147,6 +148,11 @@ def mark_foreach_supported(kind: type[Tensor]) -> None:
 def with_gradient_hooks(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Where in ``parameters`` those are that have ``register_hook`` functions of the user's."""
     return [place for place, parameter in enumerate(parameters) if parameter._backward_hooks]
+
+
+def has_post_accumulate_hooks(parameter: nn.Parameter) -> bool:
+    """Did the user call ``parameter.register_post_accumulate_grad_hook``?"""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

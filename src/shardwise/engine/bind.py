@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage
+from ..storage.sharded_parameter import held_gradient, hold_gradient
 from ..torch_private import (
     allow_gradient_dtype,
     gradient_dtype,
@@ -23,6 +24,7 @@ from ..torch_private import (
     without_torch_function,
 )
 from .collect import Binding, Collector
+from .hidden_hooks import run_hidden_hooks, run_hidden_post_hooks
 from .reduce import Reduced
 
 __all__ = ["bind"]
@@ -40,15 +42,20 @@ def bind(collector: Collector, reduced: Reduced,
         gradients = [sources[b.storage].as_strided(b.size, b.stride, b.offset) for b in bindings]
         for binding, gradient in zip(bindings, gradients, strict=True):
             gradient.__class__ = binding.kind
+            if binding.storage.hidden:
+                run_hidden_hooks(binding.storage, gradient)
         for place in with_gradient_hooks(parameters):
             gradients[place] = _hooked(bindings[place], gradients[place])
         with without_torch_function():
             for binding, parameter, gradient in zip(bindings, parameters, gradients, strict=True):
-                if parameter.grad is not None or gradient.dtype is not gradient_dtype(parameter):
+                if held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter):
                     _give(binding, gradient)
                 else:
-                    parameter.grad = gradient
+                    hold_gradient(parameter, gradient)
         run_post_accumulate_hooks(parameters)
+        for binding in bindings:
+            if binding.storage.hidden:
+                run_hidden_post_hooks(binding.storage)
 
 
 def _sources(chunk: Tensor, collector: Collector) -> dict[FlatStorage, Tensor]:

@@ -21,17 +21,32 @@ from .global_norm import ShardedGradient
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
 
-__all__ = ["FlatParameter", "ShardedMethods", "ShardedParameter", "enroll", "give_memory", "home_of",
-           "is_sharded", "withdraw"]
+__all__ = ["FlatParameter", "ShardedMethods", "ShardedParameter", "enroll", "give_memory", "held_gradient",
+           "hold_gradient", "home_of", "is_sharded", "withdraw"]
 
 # parameter object -> (weakly, the storage that holds it; its index there)
 _HOMES: Any = WeakIdKeyDictionary()
+
+
+#: ``.grad`` of any parameter, read and written as it is
+held_gradient, hold_gradient = cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__
+
+
+def _assign_grad(parameter: Any, gradient: Tensor | None) -> None:
+    """``p.grad = …``: a plain tensor of this rank's rows counts for all ranks from now on."""
+    if type(gradient) is Tensor:
+        home = home_of(parameter)
+        if home is not None and not home[0].whole and gradient.shape == parameter.shape:
+            gradient = home[0].kind.mark(gradient)
+    hold_gradient(parameter, gradient)
 
 
 class ShardedMethods:
     """What every sharded parameter can do."""
 
     __slots__ = ()
+
+    grad: Any = property(held_gradient, _assign_grad)
 
     @property
     def global_shape(self) -> torch.Size:
