@@ -6,6 +6,7 @@ A new torch release is checked here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,6 @@ __all__ = [
     "bare_tensor",
     "base_of",
     "buffer_table",
-    "can_swap_storage",
     "foreach_add",
     "foreach_copy",
     "foreach_norm",
@@ -121,17 +121,10 @@ def _marked(function: _Function, inside: Any) -> _Function:
     return function
 
 
-#: can this torch exchange the memory of two storages?
-can_swap_storage: bool = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
-
-
-def swap_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages.
-
-    Lets a freed storage take memory that another one gave back, without asking the operating
-    system for pages each time. Views of both stay valid.
-    """
-    a._swap_data_ptr_(b)  # pyright: ignore[reportAttributeAccessIssue]
+#: ``a, b``: exchange the memory of two storages; None where this torch cannot.
+#: Lets a freed storage take memory that another one gave back, without asking the operating
+#: system for pages each time. Views of both stay valid.
+swap_storage: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def mark_foreach_supported(kind: type[Tensor]) -> None:
@@ -179,9 +172,8 @@ def run_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
                 hook(parameter)
 
 
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:
-    """The dtype that ``parameter.grad`` must have; None: any."""
-    return parameter.grad_dtype  # pyright: ignore[reportAttributeAccessIssue]
+#: of a parameter: the dtype that its ``.grad`` must have; None: any
+gradient_dtype: Callable[[nn.Parameter], torch.dtype | None] = attrgetter("grad_dtype")
 
 
 def allow_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

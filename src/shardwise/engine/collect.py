@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +63,11 @@ class Target:
             self.views = [buffer.view(piece.target, (piece.numel,), (1,)) for piece in self.pieces]
 
     def sources(self, gradient: Tensor) -> Sequence[Tensor]:
-        """The parts of ``gradient`` that belong to ``views``, where those are several."""
-        flat = self.storage.formats[self.index].flatten(gradient)
+        """The parts of ``gradient`` that belong to ``views``."""
+        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        if len(self.views) == 1:
+            return (dense,)
+        flat = self.storage.formats[self.index].flatten(dense)
         return [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
 
 
@@ -86,7 +89,7 @@ class Collector:
         self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
         self._quiet: list[Target] = []  # those without a hook
-        self._listens_to_all = False
+        self._listens_to_all = self._split = False  # the second: a target has several pieces, or none
         self.buffer: FlatBuffer | None = None
         self.plan: ReductionPlan | None = None
         self.live: list[FlatStorage] = []
@@ -119,6 +122,7 @@ class Collector:
                 if trained[index]:
                     pieces = self.plan.pieces[k][index] if self.plan is not None else ()
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
+        self._split = any(len(target.pieces) != 1 for target in self.targets)
         self._listen()
         self.missing = len(self.targets)
         self.bindings = list(self._bindings())
@@ -187,10 +191,9 @@ class Collector:
         found = [target for target in self._quiet if target.leaf.grad is not None]
         if found:
             self._begin()
+            self._waiting += [(target, cast(Tensor, target.leaf.grad)) for target in found]
             for target in found:
-                leaf = target.leaf
-                self._waiting.append((target, leaf.grad))
-                leaf.grad = None
+                target.leaf.grad = None
             self.missing -= len(found)
 
     def _take(self, number: int, gradient: Tensor, large: bool) -> None:
@@ -206,27 +209,25 @@ class Collector:
     def _flush(self) -> None:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
         self.open(keep=self.keep)
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for target, taken in self._waiting:
-            gradient = taken if taken.layout is torch.strided else taken.to_dense()
-            into, sources = more if target.filled else fresh
-            if len(target.views) == 1:
-                into.append(target.views[0])
-                sources.append(gradient)
-            else:
-                into.extend(target.views)
-                sources.extend(target.sources(gradient))
+        waiting, self._waiting = self._waiting, []
+        self._lanes.compute.note("collect", reads=[gradient for _, gradient in waiting], writes=[self.buffer])
+        fresh = [pair for pair in waiting if not pair[0].filled]
+        if fresh:
+            foreach_copy(*self._matched(fresh))
+        if len(fresh) < len(waiting):
+            foreach_add(*self._matched([pair for pair in waiting if pair[0].filled]))
+        for target, _ in waiting:
             target.filled = True
-        self._lanes.compute.note("collect", reads=[g for _, g in self._waiting], writes=[self.buffer])
-        self._waiting.clear()
+
+    def _matched(self, pairs: Sequence[tuple[Target, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Places in the buffer, and what goes there."""
+        into = [view for target, _ in pairs for view in target.views]
+        sources = [gradient for _, gradient in pairs]
+        if self._split or not all([source.layout is torch.strided for source in sources]):
+            sources = [part for target, gradient in pairs for part in target.sources(gradient)]
         if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
-            fresh = (fresh[0], [source * self.scale for source in fresh[1]])
-            more = (more[0], [source * self.scale for source in more[1]])
-        if fresh[0]:
-            foreach_copy(*fresh)
-        if more[0]:
-            foreach_add(*more)
+            sources = [source * self.scale for source in sources]
+        return into, sources
 
     @property
     def holding(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..torch_private import can_swap_storage, swap_storage
+from ..torch_private import swap_storage
 
 __all__ = ["BufferPool", "FlatBuffer"]
 
@@ -76,7 +76,7 @@ class FlatBuffer:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._pool = pool if device.type == "cpu" and can_swap_storage else None
+        self._pool = pool if device.type == "cpu" and swap_storage is not None else None
         self._storage.resize_(0)
         self.allocated = False
 

@@ -116,9 +116,12 @@ def unguard(storages: Iterable[FlatStorage]) -> None:
 
 def _change_class(storage: FlatStorage, table: dict[type, type]) -> None:
     shown: list[Any] = storage.parameters
+    last = new = None
     for parameter in [storage.visible[0].parameter, *shown] if storage.hidden else shown:
         kind = parameter.__class__
-        parameter.__class__ = table.get(kind, kind)
+        if kind is not last:
+            last, new = kind, table.get(kind, kind)
+        parameter.__class__ = new
 
 
 _READS: frozenset[Any] = frozenset({
