@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.comm import rendezvous
 from shardwise.comm.choose import close_all, collectives_for
+from shardwise.comm.hierarchical import HierarchicalCollectives
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.shared_memory import SharedMemoryCollectives
 from shardwise.errors import ConfigurationError
@@ -126,10 +127,39 @@ def test_a_failure_in_the_middle_is_everybodys(rank: int, world: int) -> None:
 def test_ranks_of_several_hosts_use_the_process_group_without_a_warning(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr(rendezvous, "_host", lambda: f"host {rank}")
+        patch.setattr(rendezvous, "host_name", lambda: f"host {rank}")
         assert isinstance(collectives_for(_world(), _CPU), ProcessGroupCollectives)
         with pytest.raises(ConfigurationError, match="ranks 0 and 1 are on different hosts"):
             collectives_for(_world(), _CPU, shared_memory=True)
+    close_all()
+
+
+@ranks(4)
+@pytest.mark.parametrize(("hosts", "hierarchical"), [("aabb", True), ("abab", False), ("aaab", False)])
+def test_ranks_of_several_hosts_share_memory_inside_them(
+    rank: int, world: int, hosts: str, hierarchical: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_name", lambda: hosts[rank])
+        made = collectives_for(_world(), _CPU)
+        assert isinstance(made, HierarchicalCollectives if hierarchical else ProcessGroupCollectives)
+        assert collectives_for(_world(), _CPU) is made
+    out = torch.empty(4)
+    made.all_gather(out, torch.tensor([float(rank)])).wait()
+    assert out.tolist() == [0, 1, 2, 3]
+    close_all()
+
+
+@ranks(4)
+def test_one_host_without_shared_memory_is_enough_to_do_without(rank: int, world: int) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_name", lambda: "aabb"[rank])
+        if rank == 3:
+            patch.setattr(os, "pidfd_open", refuse)
+        assert isinstance(collectives_for(_world(), _CPU), ProcessGroupCollectives)
     close_all()
 
 

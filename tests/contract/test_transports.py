@@ -11,15 +11,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import rendezvous
 from shardwise.comm.collectives import Collectives, Reduction
+from shardwise.comm.hierarchical import HierarchicalCollectives
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.shared_memory import SharedMemoryCollectives
 from shardwise.errors import CommunicationError, DivergenceError
 from tests.bed import ranks
 
+
+def _hierarchical(group: dist.ProcessGroup) -> Collectives:
+    """Ranks that believe they are on two hosts, one of them alone where they are two."""
+    members = dist.get_process_group_ranks(group)
+    half = max(1, dist.get_world_size() // 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_name", lambda: f"host {dist.get_rank() // half}")
+        return HierarchicalCollectives(group, len({rank // half for rank in members}))
+
+
 _MAKE: dict[str, Callable[[dist.ProcessGroup], Collectives]] = {
     "process group": ProcessGroupCollectives,
     "shared memory": SharedMemoryCollectives,
+    "hierarchical": _hierarchical,
 }
 _CPU = torch.device("cpu")
 _MOVED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,

@@ -18,8 +18,9 @@ from ..errors import ConfigurationError
 from ..torch_private import group_timeout
 from .arena import Arena
 from .collectives import Collectives
+from .hierarchical import HierarchicalCollectives, hosts_in_order
 from .process_group import ProcessGroupCollectives, backends_by_device
-from .rendezvous import SharedMemoryUnavailable
+from .rendezvous import SharedMemoryUnavailable, hosts_of
 from .shared_memory import SharedMemoryCollectives
 from .simulated import SimulatedCollectives
 
@@ -49,10 +50,11 @@ def collectives_for(
 ) -> Collectives:
     """The transport for tensors on ``device`` in ``group``. The first call for a group is collective.
 
-    ``shared_memory``: None takes it where it can work (CPU tensors, gloo, all ranks on one host)
-    and falls back to the process group with one warning if it cannot be set up there; True
-    demands it; False never takes it. All ranks give the same value. ``timeout_s``: how long
-    shared memory waits for a rank (None: as long as the group does).
+    ``shared_memory``: None takes it where it can work (CPU tensors, gloo, all ranks on one host, or
+    equally many neighbours on each of several) and falls back to the process group, with one
+    warning if it cannot be set up on one host; True demands it, on one host; False never takes it.
+    All ranks give the same value. ``timeout_s``: how long shared memory waits for a rank (None: as
+    long as the group does).
     """
     obstacle = "it was refused" if shared_memory is False else _obstacle(group, device)
     if shared_memory and obstacle:
@@ -101,8 +103,24 @@ def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool
     except SharedMemoryUnavailable as error:
         if required:
             raise ConfigurationError(error.what, remedy=_REMEDY) from error
-        if error.one_host and dist.get_rank(group) == 0:
+        if not error.one_host:
+            return _across_hosts(group, timeout_s)
+        if dist.get_rank(group) == 0:
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        return ProcessGroupCollectives(group)
+    _kept.arena = made.arena
+    return made
+
+
+def _across_hosts(group: dist.ProcessGroup, timeout_s: float) -> Collectives:
+    """Shared memory inside the hosts, where that leaves less for the network; else the process group."""
+    names = hosts_of(group)
+    hosts = hosts_in_order(names)
+    if hosts is None or hosts == len(names):
+        return ProcessGroupCollectives(group)
+    try:
+        made = HierarchicalCollectives(group, hosts, _kept.arena, timeout_s=timeout_s)
+    except SharedMemoryUnavailable:
         return ProcessGroupCollectives(group)
     _kept.arena = made.arena
     return made

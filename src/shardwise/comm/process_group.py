@@ -33,7 +33,7 @@ from .agreement import (
 from .collectives import DONE, Collectives, Handle, Reduction
 from .underway import Waiting
 
-__all__ = ["ProcessGroupCollectives", "backends_by_device"]
+__all__ = ["ProcessGroupCollectives", "backends_by_device", "explained"]
 
 _OPERATION = {
     Reduction.SUM: dist.ReduceOp.SUM,
@@ -152,7 +152,7 @@ class ProcessGroupCollectives(Collectives):
             work = (function(group, *tensors) if quick
                     else function(*tensors, group=group, async_op=True, **options))
         except RuntimeError as error:
-            raise _explained(error, call, self) from error
+            raise explained(error, call, self) from error
         return _Pending(self, call, work)
 
 
@@ -174,7 +174,7 @@ class _Pending(Handle):
                 with Waiting(self._call, owner.describe_tag, owner.members):
                     work.wait()
         except RuntimeError as error:
-            raise _explained(error, self._call, self._owner) from error
+            raise explained(error, self._call, self._owner) from error
 
 
 class _SumWhenArrived(Handle):
@@ -195,7 +195,7 @@ class _SumWhenArrived(Handle):
             out.add_(part)
 
 
-def _explained(error: RuntimeError, call: Call, owner: ProcessGroupCollectives) -> CommunicationError:
+def explained(error: RuntimeError, call: Call, owner: Collectives) -> CommunicationError:
     """c10d's error as ours: which operation, of what, among whom."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This ")[0]
     rank = owner.members[owner.rank]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..errors import CommunicationError
 from .arena import Arena, Segment
 
-__all__ = ["Offer", "Peer", "SharedMemoryUnavailable", "meet"]
+__all__ = ["Offer", "Peer", "SharedMemoryUnavailable", "host_name", "hosts_of", "meet"]
 
 _PATIENCE_S = 30.0
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ def meet(group: dist.ProcessGroup, offer: Offer) -> list[Peer]:
     arena, peers = offer.arena, list[Peer]()
     with ExitStack() as kept, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
-            host = _host()
+            host = host_name()
             listener.bind(b"\0" + address.encode())
             listener.listen(len(members))
             listener.settimeout(_PATIENCE_S)
@@ -145,11 +145,16 @@ def _pid_of(connection: socket.socket) -> int:
     return struct.unpack("3i", credentials)[0]
 
 
-def _host() -> str:
+def host_name() -> str:
     """The same text exactly where processes can see each other, their sockets and their memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     return " ".join([boot, *spaces, str(os.getuid())])
+
+
+def hosts_of(group: dist.ProcessGroup) -> list[str]:
+    """The host of every rank of ``group``, in rank order. Collective."""
+    return _exchange(group, host_name())
 
 
 def _exchange(group: dist.ProcessGroup, value: _T) -> list[_T]:

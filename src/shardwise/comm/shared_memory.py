@@ -36,14 +36,14 @@ from .collectives import DONE, Collectives, Handle, Reduction
 from .gate import CONTROL_BYTES, Gate, Sources
 from .rendezvous import Offer, meet
 
-__all__ = ["SharedMemoryCollectives"]
+__all__ = ["COMBINE", "VARIANT", "SharedMemoryCollectives"]
 
-_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     Reduction.SUM: torch.add,
     Reduction.MAX: torch.maximum,
     Reduction.MIN: torch.minimum,
 }
-_VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
+VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
 #: bytes of output that are combined at a time, so that they stay in the core's cache
 _BITE = 128 << 10
 #: up to this many bytes each rank combines a whole all-reduce for itself, which saves a crossing
@@ -109,6 +109,11 @@ class SharedMemoryCollectives(Collectives):
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+        return self.reduce_after(None, out, full, tag=tag)
+
+    def reduce_after(self, before: Tensor | None, out: Tensor, full: Tensor,
+                     reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+        """The same, with ``before`` [n] ahead of the contribution of rank 0 (``before ∘ 0 ∘ 1 …``)."""
         call = scatter_call(out, full, self.size, tag)
         require_reducible("reduce_scatter", full)
         begin, end = self.rank * call.numel, (self.rank + 1) * call.numel
@@ -120,18 +125,18 @@ class SharedMemoryCollectives(Collectives):
                 parts = [self._read(place, source.data + shift, call.numel, full.dtype)
                          for place, source in enumerate(sources)]
                 parts[self.rank] = full.view(-1)[begin:end]
-                _combine(out.view(-1), parts, torch.add)
+                _combine(out.view(-1), [before, *parts] if before is not None else parts, COMBINE[reduction])
             self._gate.cross(call)
         return DONE
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
         require_reducible("all_reduce", tensor)
-        call = tensor_call(Kind.ALL_REDUCE, tensor, tag, _VARIANT[reduction])
+        call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         with self._attendance:
             if call.numel * tensor.itemsize <= _WHOLE:
-                self._combine_whole(call, tensor, _COMBINE[reduction])
+                self._combine_whole(call, tensor, COMBINE[reduction])
             else:
-                self._combine_ranges(call, tensor, _COMBINE[reduction])
+                self._combine_ranges(call, tensor, COMBINE[reduction])
             self._gate.cross(call)
         return DONE
 

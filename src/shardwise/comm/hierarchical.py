@@ -1,0 +1,215 @@
+"""Collectives for CPU ranks of several hosts: shared memory inside a host, the network across.
+
+Ranks of one host are neighbours in the group, equally many on each. Rank ``(h, l)``, the ``l``-th
+of host ``h``, belongs to two small groups: its *host*, and its *column*, the ``l``-th rank of
+every host. So the network carries each byte to a host once, and not to each of its ranks::
+
+    gather           column: the shards of (0, l) (1, l) ...    then host by host in shared memory
+    reduce-scatter   a chain through the column: host 0 adds up its ranks' contributions to the
+                     slots of column l, host 1 goes on from there ..., the last host has the totals
+
+The chain keeps the order of the ranks, so a sum has the bits that every other transport gives. It
+passes slot by slot, so hosts work at the same time. Adding up inside each host first and the
+hosts' sums afterwards would save one of its messages and give other bits on other numbers of hosts.
+
+All ranks first compare what they are about to run, as over gloo alone. Work is done when a call
+returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
+from .arena import Arena
+from .collectives import DONE, Collectives, Handle, Reduction
+from .process_group import ProcessGroupCollectives, explained
+from .rendezvous import SharedMemoryUnavailable
+from .shared_memory import COMBINE, VARIANT, SharedMemoryCollectives
+
+__all__ = ["HierarchicalCollectives", "hosts_in_order"]
+
+#: up to this many bytes an all-reduce gathers all contributions, which is fewer messages
+_SMALL = 64 << 10
+
+
+def hosts_in_order(hosts: Sequence[str]) -> int | None:
+    """The number of hosts, where each has equally many ranks, next to each other; else None."""
+    lengths = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    return len(lengths) if len(lengths) == len(set(hosts)) and len(set(lengths)) == 1 else None
+
+
+class HierarchicalCollectives(Collectives):
+    """Collectives of ``group``, whose ranks lie on ``hosts`` hosts. Making it is collective.
+
+    ``arena``, ``timeout_s``: as for shared memory. Raises ``SharedMemoryUnavailable``, on all ranks
+    or on none.
+    """
+
+    overlaps = False
+
+    def __init__(self, group: dist.ProcessGroup, hosts: int, arena: Arena | None = None, *,
+                 timeout_s: float = dist.default_pg_timeout.total_seconds()) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self._hosts, self._width = hosts, self.size // hosts
+        self._host, lane = divmod(self.rank, self._width)
+        near = self.members[self._host * self._width : (self._host + 1) * self._width]
+        host, self._column = _small_groups(group, near, self.members[lane :: self._width])
+        inside = _inside(host, group, arena, timeout_s)
+        if inside is None:
+            raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
+        self._inside = inside
+        self._across = ProcessGroupCollectives(self._column, check_tags=False)
+
+    @property
+    def arena(self) -> Arena:
+        """The shared memory of this process."""
+        return self._inside.arena
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer that peers on this host read in place."""
+        return self._inside.allocate(numel, dtype, device)
+
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+        call = gather_call(out, shard, self.size, tag)
+        self._agree(call)
+        if call.numel:
+            self._gather(out.view(-1), shard.view(-1), tag)
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+        call = scatter_call(out, full, self.size, tag)
+        require_reducible("reduce_scatter", full)
+        self._agree(call)
+        if call.numel:
+            self._chain(call, out.view(-1), full.view(-1), Reduction.SUM)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+        require_reducible("all_reduce", tensor)
+        call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
+        self._agree(call)
+        flat = tensor.view(-1)
+        if not call.numel:
+            return DONE
+        share = -(-call.numel // self.size)
+        if call.numel * tensor.itemsize <= _SMALL:
+            parts = flat.new_empty(self.size * call.numel)
+            self._gather(parts, flat, tag)
+            first, *rest = parts.view(self.size, -1)
+            flat.copy_(first)
+            for part in rest:
+                COMBINE[reduction](flat, part, out=flat)
+            return DONE
+        padded = flat.new_zeros(self.size * share)
+        padded[: call.numel] = flat
+        mine = flat.new_empty(share)
+        self._chain(call, mine, padded, reduction)
+        self._gather(padded, mine, tag)
+        flat.copy_(padded[: call.numel])
+        return DONE
+
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+        call = tensor_call(Kind.BROADCAST, tensor, tag, source)
+        self._agree(call)
+        host, lane = divmod(source, self._width)
+        if call.numel:
+            if self.rank % self._width == lane:
+                self._across.broadcast(tensor, host, tag=tag).wait()
+            self._inside.broadcast(tensor, lane, tag=tag).wait()
+        return DONE
+
+    def barrier(self) -> None:
+        self._agree(Call(Kind.BARRIER))
+
+    def close(self) -> None:
+        self._inside.close()
+
+    def _agree(self, call: Call) -> None:
+        """Every rank sees all calls: those of its host, then those of the other hosts."""
+        self._inside.describe_tag = self._across.describe_tag = self.describe_tag
+        mine = torch.tensor(call, dtype=torch.int64)
+        table = torch.empty(self.size * len(call), dtype=torch.int64)
+        host = torch.empty(self._width * len(call), dtype=torch.int64)
+        self._inside.all_gather(host, mine).wait()
+        self._across.all_gather(table, host).wait()
+        require_agreement([Call(*row) for row in table.view(self.size, len(call)).tolist()],
+                          self.members, self.describe_tag)
+
+    def _gather(self, out: Tensor, shard: Tensor, tag: int) -> None:
+        rows = out.view(self._hosts, -1)
+        column = self._inside.allocate(self._hosts * shard.numel(), shard.dtype, shard.device)
+        arriving = self._across.all_gather(column, shard, tag=tag)
+        self._inside.all_gather(rows[self._host], shard, tag=tag)  # meanwhile
+        arriving.wait()
+        for host, part in enumerate(column.view(self._hosts, -1)):
+            if host != self._host:
+                self._inside.all_gather(rows[host], part, tag=tag)
+
+    def _chain(self, call: Call, out: Tensor, full: Tensor, reduction: Reduction) -> None:
+        """Each slot of the column, host by host in their order; then its total to whom it belongs."""
+        last, totals = self._hosts - 1, full.new_empty(self._hosts, out.numel())
+        sent: list[dist.Work | None] = []
+        with self._explaining(call):
+            for place, slot in enumerate(full.view(self._hosts, -1)):
+                before = None
+                if self._host:
+                    before = torch.empty_like(out)
+                    dist.recv(before, group=self._column, group_src=self._host - 1)
+                self._inside.reduce_after(before, totals[place], slot, reduction, tag=call.tag)
+                towards = place if self._host == last else self._host + 1
+                if towards != self._host:
+                    sent.append(dist.isend(totals[place], group=self._column, group_dst=towards))
+            if self._host == last:
+                out.copy_(totals[last])
+            else:
+                dist.recv(out, group=self._column, group_src=last)
+            for work in sent:
+                if work is not None:
+                    work.wait()
+
+    @contextmanager
+    def _explaining(self, call: Call) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise explained(error, call, self) from error
+
+
+# Kept as long as their group: c10d would give a second small group of the same ranks the name, and
+# the addresses, of one that was destroyed.
+_SMALL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary())
+
+
+def _small_groups(group: dist.ProcessGroup, host: Sequence[int],
+                  column: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The gloo groups of this rank's host and column. Every rank makes one of each, so none waits for others."""
+    if group not in _SMALL_GROUPS:
+        made = [dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+                for ranks in (host, column)]
+        _SMALL_GROUPS[group] = (made[0], made[1])
+    return _SMALL_GROUPS[group]
+
+
+def _inside(host: dist.ProcessGroup, group: dist.ProcessGroup, arena: Arena | None,
+            timeout_s: float) -> SharedMemoryCollectives | None:
+    """Shared memory of this host's ranks, if that of every host could be set up."""
+    made = None
+    with suppress(SharedMemoryUnavailable):
+        made = SharedMemoryCollectives(host, arena, timeout_s=timeout_s)
+    verdicts: list[bool | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(verdicts, made is not None, group=group)
+    if all(verdicts):
+        return made
+    if made is not None:
+        made.close()
+    return None
