@@ -11,6 +11,7 @@ from .frontend.full_precision import full_precision
 from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.numbers import check_numbers, compare_replicas, deterministic
+from .frontend.owners import OwnerExchange
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
 from .frontend.summon import iter_units_full, summon_full_params
@@ -62,6 +63,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OwnerExchange",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedParameter",

@@ -103,6 +103,12 @@ class CountingCollectives(Collectives):
         self.traffic.record("broadcast", [tensor], self.size, tag)
         return self.transport.broadcast(tensor, source, tag=tag)
 
+    def all_to_all(
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+    ) -> Handle:
+        self.traffic.record("all_to_all", [full], self.size, tag)
+        return self.transport.all_to_all(out, full, received, sent, tag=tag)
+
     def barrier(self) -> None:
         self.traffic.record("barrier", [], self.size)
         self.transport.barrier()

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     REDUCE_SCATTER = 2
     ALL_REDUCE = 3
     BROADCAST = 4
+    ALL_TO_ALL = 5
 
 
 _LABEL = {
@@ -46,6 +47,7 @@ _LABEL = {
     Kind.REDUCE_SCATTER: "reduce-scatter",
     Kind.ALL_REDUCE: "all-reduce",
     Kind.BROADCAST: "broadcast",
+    Kind.ALL_TO_ALL: "exchange",
 }
 
 

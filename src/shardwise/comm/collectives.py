@@ -8,7 +8,7 @@ can compare tags at no real cost does so and raises ``DivergenceError`` before d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -87,6 +87,27 @@ class Collectives(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
         """Give every rank the ``tensor`` of group rank ``source``, in place."""
+
+    def all_to_all(
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+    ) -> Handle:
+        """Send slot ``r`` of ``full`` (``sent[r]`` elements) to rank ``r``, for each rank.
+
+        Slot ``r`` of ``out`` (``received[r]`` elements) comes from there. Same dtype, 1-D. A transport
+        that has nothing better gathers everything on every rank.
+        """
+        table = torch.zeros(self.size * self.size, dtype=torch.int64, device=full.device)
+        self.all_gather(table, torch.tensor(sent, dtype=torch.int64, device=full.device), tag=tag).wait()
+        counts = [table[place * self.size : (place + 1) * self.size].tolist() for place in range(self.size)]
+        longest = max(sum(row) for row in counts)
+        mine, everyone = full.new_zeros(longest), full.new_zeros(longest * self.size)
+        mine[: full.numel()].copy_(full)
+        self.all_gather(everyone, mine, tag=tag).wait()
+        slots = out.split(list(received))
+        for place, row in enumerate(counts):
+            begin = place * longest + sum(row[: self.rank])
+            slots[place].copy_(everyone[begin : begin + row[self.rank]])
+        return DONE
 
     @abstractmethod
     def barrier(self) -> None:

@@ -10,7 +10,7 @@ few integers). And empty messages are not worth a round trip.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,16 @@ class ProcessGroupCollectives(Collectives):
         if self.size == 1 or not self._agreed(call, tensor):
             return DONE
         return self._launch(call, dist.broadcast, _wire(tensor), group_src=source)
+
+    def all_to_all(
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+    ) -> Handle:
+        call = Call(Kind.ALL_TO_ALL, tag)  # the sizes differ between ranks
+        if self.size == 1:
+            return _copy(out, full)
+        self._agreed(call, full)
+        return self._launch(call, dist.all_to_all_single, _wire(out), _wire(full),
+                            output_split_sizes=list(received), input_split_sizes=list(sent))
 
     def barrier(self) -> None:
         if self.size == 1:

@@ -154,6 +154,23 @@ class SharedMemoryCollectives(Collectives):
         with self._attendance:
             self._gate.meet(Call(Kind.BARRIER))
 
+    def all_to_all(
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+    ) -> Handle:
+        call = Call(Kind.ALL_TO_ALL, tag)
+        starts = torch.tensor([0, *sent], dtype=torch.int64).cumsum(0)[:-1]  # where each rank's slot begins
+        with self._attendance:
+            directory, data = self._staged(starts), self._lay_open(full)
+            sources = self._gate.meet(call, Sources(self._offset(data), self._offset(directory)))
+            slots = out.split(list(received))
+            for place in self._turns:
+                if received[place]:
+                    begin = int(self._read(place, sources[place].scratch, self.size, torch.int64)[self.rank])
+                    offset = sources[place].data + begin * full.itemsize
+                    slots[place].copy_(self._read(place, offset, received[place], full.dtype))
+            self._gate.cross(call)
+        return DONE
+
     def close(self) -> None:
         self._shut()
 
