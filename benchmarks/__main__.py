@@ -1,4 +1,4 @@
-"""``python -m benchmarks [calls|checkpoint|host-time|scale|step] ...``; without a name, all of them."""
+"""``python -m benchmarks [calls|checkpoint|compare|host-time|scale|step] ...``; without one, the short ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ _RUNS = {
     "calls": [sys.executable, "-m", "benchmarks.host_time", "--calls"],
     "checkpoint": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                    "-m", "benchmarks.checkpoint"],
+    "compare": [sys.executable, "-m", "benchmarks.compare"],
     "host-time": [sys.executable, "-m", "benchmarks.host_time"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "-m", "benchmarks.step"],
 }
+_LONG = {"compare", "scale"}  # minutes
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named benchmark, or all; the worst exit code."""
-    names = arguments[:1] if arguments and arguments[0] in _RUNS else list(_RUNS)
+    """Run the named benchmark, or all short ones; the worst exit code."""
+    names = arguments[:1] if arguments and arguments[0] in _RUNS else [n for n in _RUNS if n not in _LONG]
     rest = arguments[1:] if arguments and arguments[0] in _RUNS else arguments
     return max(subprocess.run([*_RUNS[name], *rest], check=False).returncode for name in names)
 

@@ -10,9 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks import compare
 from shardwise.bench import contenders, picture
 from shardwise.bench.contenders import contenders_for
 from shardwise.bench.results import Report, Row, spread
@@ -95,6 +97,21 @@ def test_ratios_are_of_the_same_round_and_losses_must_agree() -> None:
         Row("a", [1.0, 2.0, 4.0], losses=[3.0, 2.0]), Row("b", [2.0, 4.0, 8.0], losses=[3.0, 2.1])])
     assert report.ratio("b", "a") == spread([2.0, 2.0, 2.0]) and report.rate("a") == 5.0
     assert not report.agrees and report.disagreement() == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", compare.CONFIGURATIONS)
+def test_configurations_of_the_comparison_are_legal(name: str, tmp_path: Path) -> None:
+    """Every option is one that the command has; nothing is run."""
+    run_by = compare.command(name, tmp_path)
+    arguments = run_by[run_by.index("shardwise") + 2 :]
+    bench_command = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    parsed = bench_command.make_context("bench", list(arguments)).params
+    assert parsed["to_json"] == tmp_path / f"bench-{name}.json" and not parsed["contenders"]
+
+
+def test_the_comparison_judges_round_by_round() -> None:
+    rows = [{"name": "ddp", "seconds": [1.0, 2.0, 9.0]}, {"name": "wrapper", "seconds": [0.5, 1.0, 9.0]}]
+    assert compare.verdicts({"rows": rows}) == [("wrapper/ddp", 0.5, 1.0)]
 
 
 def test_it_is_a_program() -> None:
