@@ -42,7 +42,7 @@ def test_minilm(front: str, rank: int, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = vectors(reference)
     near, far = float(expected[0] @ expected[1]), float(expected[0] @ expected[2])
-    assert near > 0.5 > 0.2 > far  # the weights mean what they should
+    assert near > 0.5 and far < 0.2  # the weights mean what they should
     with torch.device("meta" if front == "fully_shard" else "cpu"):
         model = MiniLM().eval()
     model = shard(model, front, list(model.encoder.layer))
