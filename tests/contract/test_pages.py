@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.bed import ranks
 from tests.bed.pages import script_of
@@ -17,6 +20,15 @@ def test_page_runs_on_two_ranks(rank: int, world: int, page: str) -> None:
     script = script_of(page)
     assert script.count("\n") > 10
     exec(compile(script, page, "exec"), {"__name__": "page"})
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch.distributed.checkpoint's
+def test_checkpoints_page(rank: int, world: int, tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        exec(compile(script_of("docs/checkpoints.md"), "docs/checkpoints.md", "exec"), {"__name__": "page"})
+        assert {"step-1", "step-2", "dcp", "ours"} <= {folder.name for folder in Path("runs").iterdir()}
+        dist.barrier()
 
 
 @ranks(2)
