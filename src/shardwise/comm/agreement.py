@@ -129,8 +129,9 @@ def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: D
         remedy="Build the same model with the same options on every rank.")
 
 
-def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None) -> PeerError:
-    """A peer died or does not answer while ``call`` runs."""
+def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None,
+               words: str = "") -> PeerError:
+    """A peer died or does not answer while ``call`` runs; ``words``: what it said at last."""
     ranks = ", ".join(map(str, members))
-    return PeerError(f"{text} during {call.subject(describe)} in the group of ranks {ranks}",
+    return PeerError(f"{text} during {call.subject(describe)} in the group of ranks {ranks}{words}",
                      remedy="Look at the output of that rank first; this rank only noticed.")

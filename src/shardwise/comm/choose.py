@@ -19,6 +19,7 @@ from ..torch_private import group_timeout
 from .arena import Arena
 from .collectives import Collectives
 from .hierarchical import HierarchicalCollectives, hosts_in_order
+from .last_words import introduce
 from .process_group import ProcessGroupCollectives, backends_by_device
 from .rendezvous import SharedMemoryUnavailable, hosts_of
 from .shared_memory import SharedMemoryCollectives
@@ -62,6 +63,7 @@ def collectives_for(
     choice = None if obstacle else bool(shared_memory)
     transports = _kept.by_group.setdefault(group, {})
     if choice not in transports:
+        introduce()
         transports[choice] = (_process_group(group) if obstacle
                               else _shared(group, timeout_s, required=bool(shared_memory)))
     return transports[choice]

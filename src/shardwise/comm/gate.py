@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ..errors import CommunicationError
 from .agreement import Call, DescribeTag, peer_error, require_agreement
+from .last_words import absent, words_of
 from .rendezvous import Peer
 from .underway import Waiting
 
@@ -117,7 +118,8 @@ class Gate:
             deadline = deadline or now + self._timeout_s
             if now >= deadline:
                 names = _ranks(missing)
-                raise peer_error(f"{names} did not arrive within {self._timeout_s:g} s", call, self._members,
+                why = "".join(f"; rank {rank} {state}" for rank, state in absent(missing).items())
+                raise peer_error(f"{names} did not arrive within {self._timeout_s:g} s{why}", call, self._members,
                                  self.describe_tag)
             self._listen(min(deadline - now, 60.0))
 
@@ -140,9 +142,10 @@ class Gate:
         self._listen(0)  # a peer leaves at once when it sees a death, so look for the death itself
         missing = self._missing()  # who arrived, and only then died or left, is no loss here
         if died := [rank for rank in missing if rank in self._dead]:
-            raise peer_error(f"{_ranks(died)} died", call, self._members, self.describe_tag)
+            raise peer_error(f"{_ranks(died)} died", call, self._members, self.describe_tag, words_of(died))
         if left := [rank for rank in missing if self._others[rank][_LEFT]]:
-            raise peer_error(f"{_ranks(left)} left the group", call, self._members, self.describe_tag)
+            raise peer_error(f"{_ranks(left)} left the group", call, self._members, self.describe_tag,
+                             words_of(left))
 
     def _require_open(self, call: Call) -> None:
         if self._shut is not None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore
 
 from ..errors import PeerError
+from ..torch_private import group_timeout
+from .last_words import absent, introduce, lost
 
 __all__ = ["Peers"]
 
@@ -28,8 +31,9 @@ _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] =
 class Peers:
     """The ranks that do something together; this process alone where nothing is distributed."""
 
-    def __init__(self, channel: dist.ProcessGroupGloo | None = None) -> None:
-        self._channel = channel
+    def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (),
+                 limit_s: float = 0.0) -> None:
+        self._channel, self._members, self._limit_s = channel, members, limit_s
         self.rank = 0 if channel is None else channel.rank()
         self.size = 1 if channel is None else channel.size()
 
@@ -44,12 +48,17 @@ class Peers:
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is None or dist.get_world_size(group) == 1:
             return cls()
+        members, limit_s = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
         channel = _CHANNELS.get(group)
         if channel is None:
+            introduce()
             store = PrefixStore("shardwise/peers", group.get_group_store())
-            channel = _CHANNELS[group] = dist.ProcessGroupGloo(
-                store, dist.get_rank(group), dist.get_world_size(group), _PATIENCE)
-        return cls(channel)
+            try:
+                channel = _CHANNELS[group] = dist.ProcessGroupGloo(
+                    store, dist.get_rank(group), dist.get_world_size(group), timedelta(seconds=limit_s))
+            except RuntimeError as error:
+                raise _lost(members, error) from error
+        return cls(channel, members, limit_s)
 
     def gather(self, word: Any) -> list[Any]:
         """What every rank said, in rank order. Raises ``PeerError`` if one of them is gone."""
@@ -58,16 +67,34 @@ class Peers:
         try:
             return self._gather(self._channel, pickle.dumps(word))
         except RuntimeError as error:
-            raise PeerError(
-                "a rank of the group died or does not answer", rank=self.rank,
-                got=str(error).splitlines()[0], remedy="Look at the output of the other ranks first.",
-            ) from error
+            raise _lost(self._members, error) from error
 
     def _gather(self, channel: Any, said: bytes) -> list[Any]:
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        channel.allgather([sizes], [torch.tensor([len(said)])]).wait()
+        self._wait(channel.allgather([sizes], [torch.tensor([len(said)])], _patient()))
         longest = int(max(size.item() for size in sizes))
         words = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         mine = torch.frombuffer(bytearray(said.ljust(longest)), dtype=torch.uint8)
-        channel.allgather([words], [mine]).wait()
+        self._wait(channel.allgather([words], [mine], _patient()))
         return [pickle.loads(word.numpy().tobytes()) for word in words]  # padding is ignored
+
+    def _wait(self, work: Any) -> None:
+        """A rank may be busy for long; but whenever the group's own limit is over, look whether it lives."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=self._limit_s))
+                return
+            except RuntimeError:
+                if work.is_completed() or absent(self._members):
+                    raise
+
+
+def _patient() -> Any:
+    options = AllgatherOptions()
+    options.timeout = _PATIENCE
+    return options
+
+
+def _lost(members: Sequence[int], error: Exception) -> PeerError:
+    who, words = lost(members, error)
+    return PeerError(who + words, remedy="Look at the output of that rank first; this rank only noticed.")

@@ -31,6 +31,7 @@ from .agreement import (
     tensor_call,
 )
 from .collectives import DONE, Collectives, Handle, Reduction
+from .last_words import lost
 from .underway import Waiting
 
 __all__ = ["ProcessGroupCollectives", "backends_by_device", "explained"]
@@ -210,8 +211,8 @@ def explained(error: RuntimeError, call: Call, owner: Collectives) -> Communicat
     text = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This ")[0]
     rank = owner.members[owner.rank]
     if any(sign in str(error).lower() for sign in _LOST_PEER):
-        return peer_error(f"a peer of rank {rank} died or does not answer ({text})",
-                          call, owner.members, owner.describe_tag)
+        who, words = lost(owner.members, error)
+        return peer_error(who, call, owner.members, owner.describe_tag, words)
     ranks = ", ".join(map(str, owner.members))
     return CommunicationError(
         f"{call.subject(owner.describe_tag)} failed in the group of ranks {ranks} ({text})", rank=rank)

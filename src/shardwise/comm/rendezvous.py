@@ -18,8 +18,9 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, PeerError
 from .arena import Arena, Segment
+from .last_words import lost
 
 __all__ = ["Offer", "Peer", "SharedMemoryUnavailable", "host_name", "hosts_of", "meet"]
 
@@ -159,7 +160,13 @@ def hosts_of(group: dist.ProcessGroup) -> list[str]:
 
 def _exchange(group: dist.ProcessGroup, value: _T) -> list[_T]:
     values: list[_T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        members = dist.get_process_group_ranks(group)
+        who, words = lost(members, error)
+        raise PeerError(f"{who} while ranks {', '.join(map(str, members))} came together{words}",
+                        remedy="Look at the output of that rank first; this rank only noticed.") from error
     return values  # type: ignore[return-value]
 
 

@@ -1,0 +1,143 @@
+"""What ranks know of each other beside the collectives: for the message when one of them is lost.
+
+Each rank writes into the store of the default group who it is, and, when an exception ends it, its
+last words. A survivor reads them, and looks whether a process of its own host is gone or stopped.
+The store may be gone or stopped too (it often lives in rank 0), so nothing here is waited for
+longer than a moment, and whatever cannot be learnt is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import PeerError
+
+__all__ = ["absent", "introduce", "lost", "words_of"]
+
+_MOMENT_S = 2.0
+_LONGEST = 500
+_STATES = {"T": "is stopped", "t": "is stopped", "Z": "died", "X": "died"}
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class _Kept:
+    store: Any = None
+    rank = 0
+    before: _Hook | None = None  #: the hook that was there
+
+
+def introduce() -> None:
+    """Tell the other ranks who this one is, and keep its last words for them. Cheap when repeated."""
+    if not dist.is_initialized():
+        return
+    group = dist.group.WORLD
+    assert group is not None
+    store, rank = group.get_group_store(), dist.get_rank()
+    if _Kept.store is store:
+        return
+    _Kept.store, _Kept.rank = store, rank
+    _shortly(lambda: store.set(f"shardwise/rank/{rank}", json.dumps([_host(), os.getpid()])))
+    if _Kept.before is None:
+        _Kept.before, sys.excepthook = sys.excepthook, _last_words
+
+
+def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, PeerError):  # a survivor has nothing new to say
+        _say(f"{kind.__name__}: {error}")
+    assert _Kept.before is not None
+    _Kept.before(kind, error, trace)
+
+
+def _say(text: str) -> None:
+    store, key = _Kept.store, f"shardwise/words/{_Kept.rank}"
+    _shortly(lambda: store.set(key, text[:_LONGEST]))
+
+
+def words_of(ranks: Iterable[int]) -> str:
+    """``; rank 1 raised ValueError: …`` for those of ``ranks`` that said something, or nothing."""
+    said = {rank: text for rank in ranks if (text := _read(f"shardwise/words/{rank}"))}
+    return "".join(f"; rank {rank} raised {text}" for rank, text in said.items())
+
+
+def absent(ranks: Iterable[int]) -> dict[int, str]:
+    """Which of ``ranks`` are on this host and died or are stopped, and which of the two."""
+    found: dict[int, str] = {}
+    for rank in ranks:
+        card = _read(f"shardwise/rank/{rank}")
+        if card and rank != _Kept.rank:
+            host, pid = json.loads(card)
+            if host == _host() and (state := _state(pid)):
+                found[rank] = state
+    return found
+
+
+def lost(members: Iterable[int], error: Exception) -> tuple[str, str]:
+    """What happened to the ranks that are lost among ``members``, as far as it can be told, and what they said.
+
+    A connection may close a little before its process is gone.
+    """
+    members = [rank for rank in members if rank != _Kept.rank]
+    end = time.monotonic() + _MOMENT_S / 4
+    while not (gone := absent(members)) and time.monotonic() < end:
+        time.sleep(0.02)
+    if not gone:
+        gone = {rank: "never came here" for rank in members if not _read(f"shardwise/rank/{rank}")}
+    if not gone and len(members) == 1:
+        gone = {members[0]: "died or does not answer"}
+    who = " and ".join(f"rank {rank} {state}" for rank, state in gone.items())
+    who = who or "a rank of the group died or does not answer"
+    return f"{who} ({_first_line(error)})", words_of(gone or members)
+
+
+def _first_line(error: Exception) -> str:
+    """Without what c10d adds for the reader of its own logs."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This ")[0]
+
+
+def _state(pid: int) -> str | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "died"
+    return _STATES.get(text.rpartition(")")[2].split()[0])
+
+
+def _host() -> str:
+    """The same text where processes see each other."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _read(key: str) -> str | None:
+    store = _Kept.store
+    if store is None:
+        return None
+    found = _shortly(lambda: store.get(key) if store.check([key]) else None)
+    return found.decode() if found else None
+
+
+def _shortly(action: Callable[[], Any]) -> Any:
+    """The result of ``action``, or None if the store fails or does not answer in a moment."""
+    result: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, OSError):
+            result.append(action())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_MOMENT_S)
+    return result[0] if result else None
