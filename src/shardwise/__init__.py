@@ -7,6 +7,7 @@ from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.communication import share_comm_ctx
 from .frontend.composable import fully_shard
 from .frontend.execution import group_by_execution
+from .frontend.forecast import Forecast, UnitForecast, forecast
 from .frontend.full_precision import full_precision
 from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
@@ -53,6 +54,7 @@ __all__ = [
     "ExecutionGroups",
     "FSDPModule",
     "FlatParameter",
+    "Forecast",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -72,12 +74,14 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnitForecast",
     "UnshardHandle",
     "check_numbers",
     "clip_grad_norm",
     "clip_grad_value",
     "compare_replicas",
     "deterministic",
+    "forecast",
     "full_precision",
     "fully_shard",
     "group_by_execution",

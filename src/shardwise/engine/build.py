@@ -34,7 +34,7 @@ from .skipping import SkippingSession
 from .stuck import follow
 from .unit import Unit
 
-__all__ = ["Choices", "build_unit", "owner_of", "session_of", "start_session", "units_below"]
+__all__ = ["Choices", "build_unit", "kinds_of", "owner_of", "session_of", "start_session", "units_below"]
 
 _POOLS: dict[torch.device, BufferPool] = {}
 
@@ -159,7 +159,7 @@ def _storages(
     precision, kept_precision = choices.precision, choices.precision.for_kept()
     return [FlatStorage(unit, alike, choices.groups.shard, kept_precision if is_kept else precision, place,
                         norm_comm=_norm_comm(_split(alike[0]), choices))
-            for alike, is_kept in _kinds(owned, kept)]
+            for alike, is_kept in kinds_of(owned, kept)]
 
 
 def _split(entry: OwnedParameter) -> Split:
@@ -178,7 +178,7 @@ def pool_for(device: torch.device) -> BufferPool:
     return _POOLS.setdefault(device, BufferPool(keep=3))
 
 
-def _kinds(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[Kind]:
+def kinds_of(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[Kind]:
     """Parameters of the same stored dtype, the same ``requires_grad``, and split over the same ranks go
     together. Those that only ``kept`` modules have (True) keep their dtype in computation, and go apart
     from the others."""

@@ -106,7 +106,7 @@ def _unit_plan(name: str, unit: Unit) -> UnitPlan:
     for storage in unit.storages:
         numel += storage.layout.flat_numel
         padding += storage.layout.padding
-        offenders += [o.fqn for o in find_offenders(storage.layout)]
+        offenders += [fqn for offender in find_offenders(storage.layout) for fqn in offender.fqns]
         for index, spec in enumerate(storage.layout.parameters):
             parameters.append(ParameterPlan(
                 f"{name}.{spec.fqn}" if name else spec.fqn, spec.shape, storage.stored_dtype,
