@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -104,17 +104,34 @@ def read_header(path: Path) -> Header:
 
 
 def _parse(table: dict[str, Any], data_start: int) -> Header:
-    metadata = cast("dict[str, str]", table.pop("__metadata__", None) or {})
+    """Raises any of Python's errors for what makes no sense, and ``CheckpointError`` for a wrong size."""
+    metadata = dict((table.pop("__metadata__", None) or {}).items())
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("the header's metadata is no text", expected="text by name", got=metadata)
     entries: list[Entry] = []
     for name, facts in table.items():
-        start, stop = facts["data_offsets"]
-        entry = Entry(name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start)
+        start, stop = _sizes(facts["data_offsets"], name)
+        entry = Entry(name, _DTYPES[facts["dtype"]], tuple(_sizes(facts["shape"], name)), start)
         if stop - start != entry.nbytes:
             raise CheckpointError("a tensor's bytes do not fit its shape", fqn=name, expected=entry.nbytes,
                                   got=stop - start)
         entries.append(entry)
     entries.sort(key=lambda entry: (entry.start, entry.nbytes))
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            raise CheckpointError("the tensors of a file do not lie behind each other", fqn=entry.name,
+                                  expected=f"one at byte {end}", got=entry.start)
+        end += entry.nbytes
     return Header(tuple(entries), metadata, data_start)
+
+
+def _sizes(numbers: Any, tensor: str) -> list[int]:
+    found: list[Any] = list(numbers)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in found):
+        raise CheckpointError("a tensor's shape or place is none", fqn=tensor, got=found,
+                              expected="numbers of at least 0")
+    return found
 
 
 def _damaged(path: Path, expected: str, got: str) -> CheckpointError:

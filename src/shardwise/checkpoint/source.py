@@ -81,9 +81,13 @@ class Source:
         if index.is_file():
             self.check_whole(index.name)
             try:
-                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise CheckpointError(f"the index is damaged: {index}", got=str(error)) from error
+            if any(Path(name).name != name for name in names):
+                raise CheckpointError(f"the index is damaged: {index}", got=names[:2],
+                                      expected="names of files in this folder")
+            return names
         listed = self.manifest is not None and f"{base}.safetensors" in self.manifest.files
         return [f"{base}.safetensors"] if listed or (self.folder / f"{base}.safetensors").is_file() else []
 
