@@ -92,7 +92,7 @@ def require_likeness(root: Unit, units: Sequence[Unit]) -> bool:
     groups = [comm for comm in root.groups.nontrivial if comm.real]
     if groups:
         device = next((unit.storages[0].compute_device for unit in units if unit.storages), torch.device("cpu"))
-        notes = {"model": list(_model(units)), "options": list(_options(root, units)), "values": _values(units)}
+        notes = {"model": list(_model(units)), "options": list(_options(root, units)), "values": _values(root, units)}
         alike, first = _agree(groups, [repr(notes[kind]) for kind in _SAID], device)
         if not alike:
             _compare(exchange(groups, notes, device))
@@ -140,11 +140,14 @@ def _settings(chosen: object, *names: str) -> str:
     return ", ".join(f"{name}={getattr(chosen, name)}" for name in shown)
 
 
-def _values(units: Sequence[Unit]) -> list[list[str]]:
-    """Of each parameter what it was sharded from; nothing where this rank's rows have changed since."""
+def _values(root: Unit, units: Sequence[Unit]) -> list[list[str]]:
+    """Of each parameter what it was sharded from; nothing where this rank's rows have changed since.
+
+    Units over fewer ranks than the root (experts on a mesh of their own) differ from rank to rank.
+    """
     values: list[list[str]] = []
     for unit in units:
-        if unit in _STARTS:
+        if unit in _STARTS and root.groups.members <= unit.groups.members:
             now = {} if any(storage.on_meta for storage in unit.storages) else _rows(unit)
             values += [[unit.name, fqn, start.whole if now.get(fqn) == start.rows else ""]
                        for fqn, start in _STARTS[unit].items()]
