@@ -13,6 +13,7 @@ Without an accelerator everything runs on the CPU at tiny sizes: a rehearsal, wh
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -229,9 +230,17 @@ def run(check: Check, names: list[str], budget_s: float) -> dict[str, Found]:
         except Exception as error:
             found[name] = {"ok": False, "problem": f"{type(error).__name__}: {error}",
                            "stack": traceback.format_exc()}
+        _let_go(check.device)
         found[name]["seconds"] = time.monotonic() - start
         _show(name, found[name])
     return found
+
+
+def _let_go(device: torch.device) -> None:
+    """Give the memory of a section's models back, to the next section or to other processes."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _show(name: str, found: Found) -> None:
@@ -280,6 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         dist.destroy_process_group()
     path = options.json or (None if rehearsal else RESULTS / "device-check.json")
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         name = "cpu" if rehearsal else torch.get_device_module(device).get_device_name(device)
         path.write_text(json.dumps({"torch": torch.__version__, "device": name, "rehearsal": check.tiny,
                                     "sections": found}, indent=2) + "\n")
