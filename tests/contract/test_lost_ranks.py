@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import rendezvous
 from shardwise.comm.arena import Arena
 from shardwise.comm.choose import collectives_for
 from shardwise.comm.collectives import Collectives
@@ -85,6 +87,45 @@ def test_a_killed_rank_is_an_error_that_says_where(tmp_path: Path, transport: st
 def test_all_survivors_name_the_dead_rank_and_not_each_other(tmp_path: Path) -> None:
     for text in _errors_after_a_kill(tmp_path, "shared memory", world=4, victim=2):
         assert text.startswith("shardwise: rank 2 died during gather of 'layers.4'")
+
+
+def _linger_after_a_loss(rank: int, world: int, folder: Path) -> None:
+    """Ranks 0 and 1 believe that they share a host, and so do 2 and 3. No survivor ends before all know."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    assert dist.group.WORLD is not None
+    rendezvous.host_name = lambda: f"host {rank // 2}"
+    group = collectives_for(dist.group.WORLD, _CPU)
+    assert type(group).__name__ == "HierarchicalCollectives"
+    out = torch.empty(1000)
+    try:
+        while True:
+            group.reduce_scatter(out, torch.ones(1000 * world), tag=4).wait()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except CommunicationError as error:
+        (folder / f"error-{rank}").write_text(str(error))
+    while len(list(folder.glob("error-*"))) < world - 1:
+        time.sleep(0.05)
+    os._exit(7)
+
+
+def test_a_killed_rank_is_heard_of_on_other_hosts_too(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+    processes = [context.Process(target=_linger_after_a_loss, args=(rank, 4, tmp_path)) for rank in range(4)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(_PATIENCE_S)
+        assert [process.exitcode for process in processes] == [7, -signal.SIGKILL, 7, 7]
+    finally:
+        for process in processes:
+            process.kill()
+    assert "rank 1 died during" in (tmp_path / "error-0").read_text()
+    for rank in (2, 3):
+        assert "left the group" in (text := (tmp_path / f"error-{rank}").read_text()) or "does not answer" in text
 
 
 _SCRIPT = """

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
 from .arena import Arena
 from .collectives import DONE, Collectives, Handle, Reduction
@@ -62,12 +63,12 @@ class HierarchicalCollectives(Collectives):
         self._hosts, self._width = hosts, self.size // hosts
         self._host, lane = divmod(self.rank, self._width)
         near = self.members[self._host * self._width : (self._host + 1) * self._width]
-        host, self._column = _small_groups(group, near, self.members[lane :: self._width])
-        inside = _inside(host, group, arena, timeout_s)
+        self._small = _small_groups(group, near, self.members[lane :: self._width])
+        inside = _inside(self._small.host, group, arena, timeout_s)
         if inside is None:
             raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
         self._inside = inside
-        self._across = ProcessGroupCollectives(self._column, check_tags=False)
+        self._across = ProcessGroupCollectives(self._small.column, check_tags=False)
 
     @property
     def arena(self) -> Arena:
@@ -80,55 +81,47 @@ class HierarchicalCollectives(Collectives):
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         call = gather_call(out, shard, self.size, tag)
-        self._agree(call)
-        if call.numel:
-            self._gather(out.view(-1), shard.view(-1), tag)
+        with self._attending(call):
+            self._agree(call)
+            if call.numel:
+                self._gather(out.view(-1), shard.view(-1), tag)
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
         call = scatter_call(out, full, self.size, tag)
         require_reducible("reduce_scatter", full)
-        self._agree(call)
-        if call.numel:
-            self._chain(call, out.view(-1), full.view(-1), Reduction.SUM)
+        with self._attending(call):
+            self._agree(call)
+            if call.numel:
+                self._chain(call, out.view(-1), full.view(-1), Reduction.SUM)
         return DONE
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
-        self._agree(call)
-        flat = tensor.view(-1)
-        if not call.numel:
-            return DONE
-        share = -(-call.numel // self.size)
-        if call.numel * tensor.itemsize <= _SMALL:
-            parts = flat.new_empty(self.size * call.numel)
-            self._gather(parts, flat, tag)
-            first, *rest = parts.view(self.size, -1)
-            flat.copy_(first)
-            for part in rest:
-                COMBINE[reduction](flat, part, out=flat)
-            return DONE
-        padded = flat.new_zeros(self.size * share)
-        padded[: call.numel] = flat
-        mine = flat.new_empty(share)
-        self._chain(call, mine, padded, reduction)
-        self._gather(padded, mine, tag)
-        flat.copy_(padded[: call.numel])
+        with self._attending(call):
+            self._agree(call)
+            if call.numel * tensor.itemsize > _SMALL:
+                self._combine_shares(call, tensor.view(-1), reduction)
+            elif call.numel:
+                self._combine_whole(call, tensor.view(-1), reduction)
         return DONE
 
     def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
-        self._agree(call)
         host, lane = divmod(source, self._width)
-        if call.numel:
-            if self.rank % self._width == lane:
+        with self._attending(call):
+            self._agree(call)
+            if call.numel and self.rank % self._width == lane:
                 self._across.broadcast(tensor, host, tag=tag).wait()
-            self._inside.broadcast(tensor, lane, tag=tag).wait()
+            if call.numel:
+                self._inside.broadcast(tensor, lane, tag=tag).wait()
         return DONE
 
     def barrier(self) -> None:
-        self._agree(Call(Kind.BARRIER))
+        call = Call(Kind.BARRIER)
+        with self._attending(call):
+            self._agree(call)
 
     def close(self) -> None:
         self._inside.close()
@@ -154,49 +147,102 @@ class HierarchicalCollectives(Collectives):
             if host != self._host:
                 self._inside.all_gather(rows[host], part, tag=tag)
 
+    def _combine_whole(self, call: Call, flat: Tensor, reduction: Reduction) -> None:
+        parts = flat.new_empty(self.size * call.numel)
+        self._gather(parts, flat, call.tag)
+        first, *rest = parts.view(self.size, -1)
+        flat.copy_(first)
+        for part in rest:
+            COMBINE[reduction](flat, part, out=flat)
+
+    def _combine_shares(self, call: Call, flat: Tensor, reduction: Reduction) -> None:
+        """Each rank combines one share for all, then all gather them."""
+        share = -(-call.numel // self.size)
+        padded, mine = flat.new_zeros(self.size * share), flat.new_empty(share)
+        padded[: call.numel] = flat
+        self._chain(call, mine, padded, reduction)
+        self._gather(padded, mine, call.tag)
+        flat.copy_(padded[: call.numel])
+
     def _chain(self, call: Call, out: Tensor, full: Tensor, reduction: Reduction) -> None:
         """Each slot of the column, host by host in their order; then its total to whom it belongs."""
         last, totals = self._hosts - 1, full.new_empty(self._hosts, out.numel())
         sent: list[dist.Work | None] = []
-        with self._explaining(call):
-            for place, slot in enumerate(full.view(self._hosts, -1)):
-                before = None
-                if self._host:
-                    before = torch.empty_like(out)
-                    dist.recv(before, group=self._column, group_src=self._host - 1)
-                self._inside.reduce_after(before, totals[place], slot, reduction, tag=call.tag)
-                towards = place if self._host == last else self._host + 1
-                if towards != self._host:
-                    sent.append(dist.isend(totals[place], group=self._column, group_dst=towards))
-            if self._host == last:
-                out.copy_(totals[last])
-            else:
-                dist.recv(out, group=self._column, group_src=last)
-            for work in sent:
-                if work is not None:
-                    work.wait()
+        for place, slot in enumerate(full.view(self._hosts, -1)):
+            before = None
+            if self._host:
+                before = torch.empty_like(out)
+                dist.recv(before, group=self._small.column, group_src=self._host - 1)
+            self._inside.reduce_after(before, totals[place], slot, reduction, tag=call.tag)
+            towards = place if self._host == last else self._host + 1
+            if towards != self._host:
+                sent.append(dist.isend(totals[place], group=self._small.column, group_dst=towards))
+        if self._host == last:
+            out.copy_(totals[last])
+        else:
+            dist.recv(out, group=self._small.column, group_src=last)
+        for work in sent:
+            if work is not None:
+                work.wait()
 
     @contextmanager
-    def _explaining(self, call: Call) -> Iterator[None]:
+    def _attending(self, call: Call) -> Iterator[None]:
+        """Whoever fails in the middle leaves both its groups, so that nobody waits for it."""
         try:
             yield
-        except RuntimeError as error:
+        except DivergenceError:
+            raise  # all ranks have it at the same place, and may go on
+        except BaseException as error:
+            self._inside.close()
+            self._small.leave()
+            if isinstance(error, CommunicationError) or not isinstance(error, RuntimeError):
+                raise
             raise explained(error, call, self) from error
+
+
+class _SmallGroups:
+    """The gloo groups of this rank's host and of its column."""
+
+    def __init__(self, host: Sequence[int], column: Sequence[int]) -> None:
+        # every rank makes one of each, so none waits for others
+        self._groups = [_new_group(host), _new_group(column)]
+
+    @property
+    def host(self) -> dist.ProcessGroup:
+        """The ranks of this host."""
+        return self._one(0)
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """The rank at this one's place on every host."""
+        return self._one(1)
+
+    def leave(self) -> None:
+        """Close the connections: peers in the middle of something hear of it at once."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def _one(self, place: int) -> dist.ProcessGroup:
+        if not self._groups:
+            raise CommunicationError("this rank left the group after a failure",
+                                     remedy="After a lost rank, start the job again.")
+        return self._groups[place]
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 # Kept as long as their group: c10d would give a second small group of the same ranks the name, and
 # the addresses, of one that was destroyed.
-_SMALL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary())
+_SMALL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _SmallGroups] = weakref.WeakKeyDictionary()
 
 
-def _small_groups(group: dist.ProcessGroup, host: Sequence[int],
-                  column: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The gloo groups of this rank's host and column. Every rank makes one of each, so none waits for others."""
+def _small_groups(group: dist.ProcessGroup, host: Sequence[int], column: Sequence[int]) -> _SmallGroups:
     if group not in _SMALL_GROUPS:
-        made = [dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-                for ranks in (host, column)]
-        _SMALL_GROUPS[group] = (made[0], made[1])
+        _SMALL_GROUPS[group] = _SmallGroups(host, column)
     return _SMALL_GROUPS[group]
 
 
