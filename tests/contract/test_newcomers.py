@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
 from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy
-from shardwise.errors import DivergenceError, LifecycleError
+from shardwise.errors import ConfigurationError, DivergenceError, LifecycleError
 from tests.bed import ranks
 from tests.bed.fronts import counted, full_gradients, full_parameters, shard, unsynced
 from tests.bed.models import TinyMLP, loss, points
@@ -156,6 +157,17 @@ def test_U26_what_is_added_is_guarded_at_rest(rank: int) -> None:
     model.outward.register_forward_hook(lambda module, _, output: output * module.gain)
     with pytest.raises(LifecycleError, match=r"outside of its unit's forward.*'gain'"):
         model(points(rank, 0)[0])
+
+
+@ranks(2)
+def test_U26_U24_a_tensor_made_of_tensors_is_refused_by_name(rank: int) -> None:
+    """At construction and later; left whole on every rank it may stay."""
+    model = TinyMLP()
+    model.middle.weight = nn.Parameter(TwoTensor(torch.ones(3, 7), torch.ones(3, 7)))
+    with pytest.raises(ConfigurationError, match=r"no rows in one memory.*'middle.weight'.*got TwoTensor.*ignored"):
+        shardwise.fully_shard(model)
+    shardwise.fully_shard(model, ignored_params={model.middle.weight})
+    assert type(model.middle.weight) is TwoTensor and shardwise.is_sharded(model.inward.weight)
 
 
 @ranks(2)

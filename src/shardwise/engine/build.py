@@ -22,7 +22,7 @@ from ..storage.flat_storage import FlatStorage, Place
 from ..storage.guard import guard
 from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
-from ..storage.tensor_parallel import ParallelPart, Together, take_local_part
+from ..storage.tensor_parallel import ParallelPart, Together, require_plain_memory, take_local_part
 from .direct import show_at_rest
 from .hooks import attach, attach_places, hooks_of, keep_precision, unit_of
 from .likeness import note_first_rows, note_first_values
@@ -222,6 +222,7 @@ def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
             remedy="Move the module to one device first, or pass device_id.",
         )
     for entry in ownership.owned:
+        require_plain_memory(entry, kind)
         if entry.parameter.layout is not torch.strided:
             raise ConfigurationError(
                 "only dense parameters can be sharded", fqn=entry.fqn, unit=kind,

@@ -24,7 +24,8 @@ from ..plan.ownership import OwnedParameter
 from ..torch_private import mark_foreach_supported, no_torch_function
 from .sharded_parameter import ShardedMethods
 
-__all__ = ["ParallelPart", "TensorParallelParameter", "Together", "as_used", "local_part", "take_local_part"]
+__all__ = ["ParallelPart", "TensorParallelParameter", "Together", "as_used", "local_part",
+           "require_plain_memory", "take_local_part"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,18 @@ def take_local_part(entry: OwnedParameter, ranks: Iterable[int]) -> None:
     made.requires_grad_(parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, made)
+
+
+def require_plain_memory(entry: OwnedParameter, unit: str) -> None:
+    """Raise ``ConfigurationError`` for a tensor made of other tensors, unless it is a ``DTensor``."""
+    kind = type(entry.parameter)
+    if getattr(kind, "__tensor_flatten__", None) is not None and not issubclass(kind, DTensor):
+        raise ConfigurationError(
+            "a parameter that is made of other tensors has no rows in one memory", fqn=entry.fqn, unit=unit,
+            expected="an ordinary parameter, or a DTensor", got=kind.__name__,
+            remedy="Shard the model before its parameters are converted, or leave this one whole on every rank "
+                   "(ignored_states / ignored_params).",
+        )
 
 
 def as_used(entry: OwnedParameter, gathered: Tensor) -> Tensor:
