@@ -116,7 +116,7 @@ PLACES = [
     (Session, "enter_forward", 1), (Session, "enter_forward", 2), (Session, "enter_forward", 3),
     (Unit, "take_over_edits", 2), (Unit, "unshard", 2), (Unit, "unshard", 3), (Unit, "wait", 2),
     (Unit, "wait", 3),
-    (Gather, "start", 1), (Gather, "start", 5), (Gather, "finish", 2), (Gather, "finish", 5),
+    (Gather, "start", 1), (Gather, "start", 4), (Gather, "finish", 2), (Gather, "finish", 4),
     (Session, "enter_backward", 1), (Session, "enter_backward", 2), (Session, "enter_backward", 3),
     (Session, "leave_backward", 1), (Session, "leave_backward", 2),
     (Collector, "open", 1), (Collector, "open", 2), (Reducer, "start", 1), (Reducer, "start", 2),
