@@ -17,6 +17,7 @@ from shardwise import FullyShardedDataParallel, ShardingStrategy
 from shardwise.comm import mesh
 from shardwise.comm.choose import collectives_for
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.lanes import lanes_for
 from shardwise.engine.build import units_below
 from shardwise.engine.unit import Unit
 from shardwise.storage.flat_storage import FLAT
@@ -24,13 +25,18 @@ from shardwise.storage.gather_one import gather_one
 from shardwise.storage.sharded_parameter import home_of
 from tests.bed.traffic import CountingCollectives, Traffic
 
-__all__ = ["FRONTS", "WRAPPERS", "counted", "full_gradients", "full_parameters", "over_the_group", "shard",
-           "transport", "units", "unsynced"]
+__all__ = ["FRONTS", "WRAPPERS", "counted", "full_gradients", "full_parameters", "on_streams", "over_the_group",
+           "shard", "transport", "units", "unsynced"]
 
 #: the wrapper with original parameters, the wrapper with flat ones, and the composable front end
 FRONTS = ("orig", "flat", "fully_shard")
 WRAPPERS = ("orig", "flat")
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "DEFAULT": None}
+
+
+def on_streams() -> bool:
+    """Is the order of an accelerator's streams kept, as the recording lanes do it?"""
+    return not lanes_for(torch.device("cpu")).immediate
 
 
 def shard(

@@ -25,7 +25,7 @@ from shardwise.frontend import wrapper_options
 from shardwise.storage.sharded_parameter import home_of
 from shardwise.wrap import ModuleWrapPolicy
 from tests.bed import ranks
-from tests.bed.fronts import counted, full_gradients, full_parameters, shard, units
+from tests.bed.fronts import counted, full_gradients, full_parameters, on_streams, shard, units
 from tests.bed.parity import assert_same_tensors
 
 
@@ -149,7 +149,7 @@ def test_U47_each_unit_reduces_once_in_each_group(rank: int) -> None:
         model(_data(rank)).sum().backward()
         traffic.clear()
         model(_data(rank)).sum().backward()
-    assert traffic.count("all_gather") == 3 + 3
+    assert traffic.count("all_gather") == 3 + (2 if on_streams() else 3)  # there the last unit is still gathered
     assert traffic.count("reduce_scatter") == 3
     gradients = [call for call in traffic.calls if call.operation == "all_reduce" and call.tag % 4 == 2]
     assert len(gradients) == 3
@@ -240,6 +240,8 @@ def test_U59_a_parameter_that_one_rank_used_in_an_early_micro_batch(rank: int) -
 @pytest.mark.parametrize("mixed", [False, True])
 def test_U49_parts_are_kept_after_forward(mixed: bool, rank: int) -> None:
     """A number: backward gathers among neighbours only, from what each kept."""
+    if on_streams():
+        pytest.skip("counts what is freed at once")
     model = _model()
     if mixed:
         model.b0[2].to(torch.bfloat16).requires_grad_(False)  # a second flat parameter in the unit

@@ -2,7 +2,7 @@
 
 Large gradients are copied as they arrive, so that they need not be held twice. Small ones stay on
 their leaves, where autograd leaves them without a call into Python, until the unit's backward is
-known to be over (``sweep``); where nothing tells that, each of them has a hook too (``listen_to_all``).
+known to be over (``sweep``); where nothing would tell of a backward, each has a hook too (``listen_to_all``).
 
 The buffer is laid out by ``plan.reduction``, one chunk for each rank. It has the dtype of the
 wire, or at least fp32 while gradients of several backward passes are added up unsent.
@@ -74,8 +74,7 @@ class Target:
 class Collector:
     """The unsent gradients of one unit.
 
-    ``on_first()`` is called when a pass brings its first gradient, ``on_complete()`` when every leaf
-    has delivered, if all of them tell.
+    ``on_first()`` is called when a backward pass brings its first gradient.
     """
 
     #: gradients of at least this many elements are copied as soon as they arrive
@@ -84,7 +83,6 @@ class Collector:
     def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes, on_first: Callable[[], None]) -> None:
         self._storages, self._lanes = storages, lanes  # the unit's own list: it may grow
         self._on_first = on_first
-        self.on_complete: Callable[[], None] | None = None  #: set by the session
         self._waiting: list[tuple[Target, Tensor]] = []
         self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
@@ -94,7 +92,6 @@ class Collector:
         self.plan: ReductionPlan | None = None
         self.live: list[FlatStorage] = []
         self.targets: list[Target] = []
-        self.missing = 0
         self.wire_dtype = torch.float32  #: on the wire: the widest that the trained parameters ask for
         self.scale = 1.0
         self.keep = False  #: what arrives in this pass stays unsent after it
@@ -124,7 +121,6 @@ class Collector:
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
         self._split = any(len(target.pieces) != 1 for target in self.targets)
         self._listen()
-        self.missing = len(self.targets)
         self.bindings = list(self._bindings())
 
     def follow_leaves(self) -> None:
@@ -149,7 +145,7 @@ class Collector:
                 self._quiet.append(target)
 
     def listen_to_all(self) -> None:
-        """Nothing but the last gradient will tell that a backward of this unit is over."""
+        """Nothing but a gradient will tell that a backward of this unit has begun."""
         if not self._listens_to_all:
             self._listens_to_all = True
             self.follow_leaves()
@@ -194,17 +190,13 @@ class Collector:
             self._waiting += [(target, cast(Tensor, target.leaf.grad)) for target in found]
             for target in found:
                 target.leaf.grad = None
-            self.missing -= len(found)
 
     def _take(self, number: int, gradient: Tensor, large: bool) -> None:
         self._begin()
         self._waiting.append((self.targets[number], gradient))
-        self.missing -= 1
-        if (large and not self.patient) or self.missing == 0:
+        if large and not self.patient:
             with no_gradients():
                 self._flush()
-        if self.missing == 0 and self.on_complete is not None:
-            self.on_complete()
 
     def _flush(self) -> None:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
@@ -237,8 +229,9 @@ class Collector:
     @property
     def nbytes(self) -> int:
         """Bytes held by unsent gradients."""
-        waiting = sum(gradient.numel() * gradient.element_size() for _, gradient in self._waiting)
-        return waiting + (self.buffer.nbytes if self.buffer is not None else 0)
+        waiting = [gradient for _, gradient in self._waiting]
+        waiting += [gradient for target in self._quiet if (gradient := target.leaf.grad) is not None]
+        return sum(gradient.nbytes for gradient in waiting) + (self.buffer.nbytes if self.buffer is not None else 0)
 
     def open(self, *, keep: bool) -> None:
         """Make room, unless there is some. ``keep``: they will stay unsent after this backward."""
@@ -287,10 +280,9 @@ class Collector:
             target.leaf.grad = None
         self.close()
 
-    def expect_all(self) -> None:
-        """Count from the start for the next backward pass."""
+    def begin_pass(self) -> None:
+        """A backward pass begins: no gradient of it has arrived."""
         self._ready = False
-        self.missing = len(self.targets)
 
     def end_pass(self) -> None:
         """The backward pass is over: nothing waits any longer."""

@@ -7,7 +7,7 @@ thrown away with everything it holds, and the next forward starts from rest.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -45,18 +45,7 @@ class Session:
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         for unit in self.units:
             unit.on_first_gradient = self.begin_backward
-            unit.collector.on_complete = self._completion(unit)
             unit.collector.patient = unit is root and len(self.units) > 1
-
-    def _completion(self, unit: Unit) -> Callable[[], None]:
-        """Where no input tells that a unit's backward is over, its last gradient does."""
-        def on_all_gradients() -> None:
-            calls = [call for call in self.step.entered if call.unit is unit]
-            frozen = len(unit.collector.targets) < sum(len(s.leaves) for s in unit.storages)
-            if not frozen and all(not call.watched for call in calls):
-                for call in calls:
-                    self.leave_backward(call)
-        return on_all_gradients
 
     def _move(self, to: Pass) -> None:
         if self.pass_ is not to:
@@ -185,7 +174,7 @@ class Session:
         self.step.keep_gathered |= self.step.creating_graph
         self._guard(False)
         for unit in self.units:
-            unit.collector.expect_all()
+            unit.collector.begin_pass()
             unit.unwatched |= self.step.keep_gathered  # second derivatives may still be on their way
         queue_after_backward(self.end_backward)
 
@@ -244,6 +233,7 @@ class Session:
         for earlier in step.reducing:
             earlier.finish_reduce()
         step.reducing.clear()
+        unit.owing = False
         if unit.reduce():
             if unit.groups.shard.overlaps or not self.lanes.immediate:
                 step.reducing.append(unit)
@@ -261,8 +251,8 @@ class Session:
         keep, self.step.creating_graph = self.step.creating_graph, False
         for unit in self.units:
             unit.collector.end_pass()
-            unsent = unit in self.step.touched and unit not in self.step.reduced and not keep
-            if unit.collector.holding or unsent:
+            unit.owing |= unit in self.step.touched and unit not in self.step.reduced and not keep
+            if unit.collector.holding or unit.owing:
                 self.send(unit)
             unit.outstanding, unit.unwatched = 0, False
         self._end_reductions()

@@ -42,7 +42,7 @@ class Unit:
     __slots__ = (
         "__weakref__", "_replan", "asked", "before", "buffers", "collector", "face", "flags", "fqn", "gather",
         "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
-        "outstanding", "own_modules", "policy", "precision", "reducer", "residency", "roster",
+        "outstanding", "owing", "own_modules", "policy", "precision", "reducer", "residency", "roster",
         "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses",
     )
     _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
@@ -66,6 +66,7 @@ class Unit:
         self.outstanding = 0  #: forwards whose backward has not run yet
         self.before: Unit | None = None  #: the unit whose forward ended before this one's
         self._replan = False  #: other leaves, or other ones trained, than the collector planned for
+        self.owing = False  #: a backward of it, with gradients here or not, was not followed by a reduction yet
         self.unwatched = False  #: the end of a backward was guessed: gradients wait for the end of the pass
         self.observer: Callable[[str, int], None] | None = None  #: told of gather, free, reduce; bytes
         self.own_modules: list[tuple[str, nn.Module]] = []
@@ -272,7 +273,7 @@ class Unit:
     def recover(self) -> None:
         """Back to rest after an exception, whatever had begun. Unsent gradients are lost."""
         self.face.show_originals()
-        self.uses, self.outstanding, self.unwatched = 0, 0, False
+        self.uses, self.outstanding, self.unwatched, self.owing = 0, 0, False, False
         self.reshard()
         self.gather.forget()
         sent, self.sent = self.sent, None
@@ -280,7 +281,7 @@ class Unit:
             sent.handle.wait()  # a transport may still be reading the buffer
         self.reducer.drop()
         self.collector.drop()
-        self.collector.expect_all()
+        self.collector.begin_pass()
 
 
 _UNMIXED = Precision()

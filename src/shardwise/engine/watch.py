@@ -103,5 +103,3 @@ def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched
     call.watched = watched is not None  # if not by the input, then by the end of the pass
     if watched is not None and watched.in_front:
         watched.node.register_prehook(partial(listener.leave_backward, call))
-    else:
-        call.unit.collector.listen_to_all()
