@@ -193,6 +193,23 @@ def test_C8_other_values(front: str, rank: int, world: int) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool], ids=str)
+def test_C8_frozen_values_of_any_dtype_are_compared(rank: int, world: int, dtype: torch.dtype) -> None:
+    class Frozen(nn.Module):
+        def __init__(self, value: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((9, 9), value).to(dtype), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.float() + self.bias
+
+    shardwise.fully_shard(Frozen(1))(_data(rank)).sum().backward()
+    model = shardwise.fully_shard(Frozen(rank))
+    assert "different values (parameter 'weight'" in _agreed(lambda: model(_data(rank)), world)
+
+
+@ranks(2)
 def test_C8_other_values_of_copies(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(_other_values(rank), sharding_strategy=ShardingStrategy.NO_SHARD)
     assert "different values" in _agreed(lambda: model(_data(rank)), world)

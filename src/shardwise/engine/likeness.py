@@ -29,6 +29,8 @@ from .unit import Unit
 __all__ = ["note_first_rows", "note_first_values", "require_likeness"]
 
 _SAMPLES = 8  # elements of each parameter, evenly spread
+#: itemsize -> integers as wide: not every dtype can be picked from (fp8 cannot), and the bits are what counts
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _sampled(tensors: Sequence[Tensor]) -> list[str]:
     with no_gradients():
         for tensor in tensors:
             places = torch.linspace(0, max(tensor.numel() - 1, 0), min(_SAMPLES, tensor.numel())).long()
-            picked = tensor.detach().take(places.to(tensor.device))
+            picked = tensor.detach().view(_BITS.get(tensor.itemsize, tensor.dtype)).take(places.to(tensor.device))
             parts.append(picked.view(torch.uint8))
         if not parts:
             return []
