@@ -15,7 +15,7 @@ _RUNS = {
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "-m", "benchmarks.step"],
 }
-_LONG = {"compare", "scale"}  # minutes
+_LONG = {"checkpoint", "compare", "scale"}  # minutes
 
 
 def main(arguments: list[str]) -> int:
