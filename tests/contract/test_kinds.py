@@ -203,7 +203,7 @@ class Shapes(nn.Module):
 
 @ranks(2, 4)
 @pytest.mark.parametrize("front", FRONTS)
-def test_C17_U19_U20_U23_any_shape_and_memory(front: str, rank: int, world: int) -> None:
+def test_C17_U19_U20_U21_U23_any_shape_and_memory(front: str, rank: int, world: int) -> None:
     """All train, and a channels-last parameter is channels-last in use."""
     twins = Twins(Shapes, front, (rank, world), run=lambda model, r, s: model(_rows(r, s)) / 100)
     twins.train(2)

@@ -43,7 +43,7 @@ def full(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_plain_dict_loads_in_place(front: str, assign: bool) -> None:
-    """U68, A15: the objects registered before are those registered after, for the next load too."""
+    """U9, U68, A15: the objects registered before are those registered after, for the next load too."""
     model = odd(front)
     before = list(model.parameters())
     for seed in (9, 10):

@@ -74,6 +74,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 @every_transport
 @wherever_it_lies
 def test_gather(rank: int, world: int, transport: str, allocated: bool) -> None:
+    """U55: what a transport allocated is read where it lies."""
     with _made(transport) as collectives:
         for dtype in _MOVED:
             for numel in (0, 1, 7, 4096, _LARGE):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise import memory_of
 from shardwise.engine.build import pool_for
 from shardwise.engine.gather import Gather
 from tests.bed import ranks
@@ -105,8 +106,8 @@ def _most_gathered(model: nn.Module) -> Iterator[list[int]]:
 
 @ranks(2)
 @pytest.mark.parametrize("front", FRONTS)
-def test_A22_U67_zero_grad_frees_at_once(front: str) -> None:
-    """Nothing but the user's parameters holds the gradients."""
+def test_A22_A23_U67_zero_grad_frees_at_once(front: str) -> None:
+    """Nothing but the user's parameters holds the gradients; saving a checkpoint does not bring them back."""
     _, model = _sharded(front)
     for _ in range(2):
         loss(model, batch(0, 0)).backward()
@@ -114,6 +115,8 @@ def test_A22_U67_zero_grad_frees_at_once(front: str) -> None:
         assert held and not any(storage.expired() for storage in held)
         model.zero_grad(set_to_none=True)
         assert all(storage.expired() for storage in held)
+        model.state_dict()
+        assert memory_of(model).gradients == memory_of(model).gathered == 0
 
 
 @ranks(2)

@@ -80,6 +80,7 @@ def test_one_rank_needs_no_more_than_the_aligned_parameters() -> None:
 
 
 def test_a_whole_tensor_granule_is_never_cut() -> None:
+    """U22: owned by one rank each."""
     shapes: Shapes = {f"w{i}": (rows, 96) for i, rows in enumerate((61, 40, 40, 33, 21, 7))}
     layout = plan_layout(specs_of(shapes, prod), 4, BF16)
     for index, spec in enumerate(layout.parameters):
