@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from text import Corpus, read_corpus
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["Job", "parse", "refuse", "start"]
 
@@ -39,6 +40,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=_count, default=64, metavar="N", help="train up to this step [%(default)s]")
     add("--batch", type=_count, default=8, metavar="N", help="sequences per rank and step [%(default)s]")
+    add("--total-batch", type=_count, metavar="N",
+        help="sequences per step over all ranks, however many there are [--batch each]")
     add("--accumulate", type=_count, default=1, metavar="N", help="cut a rank's batch into N [%(default)s]")
     add("--clip", type=_positive, default=1.0, metavar="X", help="largest gradient norm [%(default)s]")
     add("--lr", type=_positive, default=5e-4, metavar="X", help="peak learning rate [%(default)s]")
@@ -53,12 +56,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/demo"), metavar="DIR",
         help="where checkpoint, picture and figures go [%(default)s]")
     add("--save-every", type=_count, metavar="N", help="save every N steps too [only at the end]")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true",
+        help="go on from the checkpoint in --out; what torchrun has restarted does so by itself")
     add("--reference", action="store_true", help="train once more, unsharded, and compare")
     if _rank() != 0:  # all ranks refuse, one says why
         parser.error = lambda message: sys.exit(2)  # type: ignore[method-assign]
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     args = parser.parse_args(argv)
+    if args.total_batch:
+        if args.total_batch % _world():
+            parser.error(f"--total-batch {args.total_batch} cannot be divided over {_world()} ranks")
+        args.batch = args.total_batch // _world()
+    args.resume |= _restarts() > 0 and (args.out / "checkpoint").exists()
     if complaint := _complaint(args):
         parser.error(complaint)
     return args
@@ -178,9 +187,18 @@ def start(args: argparse.Namespace) -> Job:
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    joined = {} if "RANK" in env else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(minutes=5), **joined)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(minutes=5), **_meeting())
     return Job(args, corpus, dist.get_rank(), dist.get_world_size(), device, wish)
+
+
+def _meeting() -> dict[str, Any]:
+    """Where the ranks find each other: as the environment says, in a group of one, or anew after a restart."""
+    if "RANK" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if not (count := _restarts()):
+        return {}
+    store, rank, world = next(rendezvous("env://"))  # it still holds the addresses of those that died
+    return {"store": dist.PrefixStore(f"restart {count}", store), "rank": rank, "world_size": world}
 
 
 def refuse(reason: str) -> NoReturn:
@@ -192,6 +210,15 @@ def refuse(reason: str) -> NoReturn:
 
 def _rank() -> int:
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+
+
+def _restarts() -> int:
+    """How often torchrun has started the ranks again after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def _first_host(nodes: str) -> str:

@@ -4,7 +4,9 @@
 
 Runs on CPU processes, or with one GPU per process where there are GPUs; on several nodes start it with
 torchrun's own options or with `srun`. Copy what you need: `shard` is all that sharding takes, the rest is
-a plain PyTorch loop. Ctrl-C or SIGTERM stops all ranks together after a step, with a checkpoint.
+a plain PyTorch loop. Ctrl-C or SIGTERM stops all ranks together after a step, with a checkpoint. With
+`--save-every N`, and `--max-restarts` for torchrun, a run whose rank dies goes on from its last checkpoint;
+with `--total-batch` also on another number of ranks.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -300,13 +301,20 @@ def test_the_tables_compare_sharded_and_unsharded() -> None:
 
 # ---------------------------------------------------------------------- all of it
 def run_demo(out: Path, *options: str) -> dict[str, dict[str, dict[str, object]]]:
-    small = ["--width=32", "--depth=2", "--heads=2", "--context=32", "--batch=2", "--reference"]
-    command = [sys.executable, str(EXAMPLES / "torchrun.py"), "--standalone", "--nproc-per-node", "2",
-               str(EXAMPLES / "train_gpt.py"), *small, "--out", str(out), *options]
+    return launch_demo(out, 2, EXAMPLES / "train_gpt.py", (), "--batch=2", "--reference", *options)
+
+
+def launch_demo(
+    out: Path, ranks: int, script: Path, launcher: Sequence[str], *options: str
+) -> dict[str, dict[str, dict[str, object]]]:
+    small = ["--width=32", "--depth=2", "--heads=2", "--context=32"]
+    command = [sys.executable, str(EXAMPLES / "torchrun.py"), "--standalone", f"--nproc-per-node={ranks}", *launcher,
+               str(script), *small, "--out", str(out), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    if not launcher:
+        assert "Traceback" not in done.stderr
     return json.loads((out / "demo.json").read_text())
 
 
@@ -321,3 +329,33 @@ def test_two_ranks_train_resume_and_agree_with_the_unsharded_run(tmp_path: Path)
     per_rank = [rank["parameters"] for rank in second["bytes per rank"]]
     assert sum(per_rank) == second["bytes unsharded"]["parameters"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "demo.json", "demo.png"}
+
+
+KILLED_ONCE = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import train_gpt
+rate = train_gpt.learning_rate
+def learning_rate(step, peak):
+    if step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate(step, peak)
+train_gpt.learning_rate = learning_rate
+sys.exit(train_gpt.main())
+"""
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_loss_differs(
+    tmp_path: Path, folder: Path
+) -> None:
+    """A19, C25: torchrun restarts, and the run resumes by itself; then it goes on with one rank less."""
+    script = tmp_path / "killed_once.pyw"  # not among the texts to learn from
+    script.write_text(KILLED_ONCE.format(examples=str(EXAMPLES)))
+    broken, calm = tmp_path / "broken", tmp_path / "calm"
+    options = ("--total-batch=4", "--save-every=2", f"--text={folder}")
+    first = launch_demo(broken, 2, script, ("--max-restarts=1",), *options, "--steps=4")
+    second = launch_demo(broken, 1, EXAMPLES / "train_gpt.py", (), *options, "--steps=6", "--resume")
+    undisturbed = launch_demo(calm, 1, EXAMPLES / "train_gpt.py", (), *options, "--steps=6")
+    losses, expected = (run["runs"]["sharded"]["losses"] for run in (second, undisturbed))
+    assert losses[:4] == first["runs"]["sharded"]["losses"] and len(losses) == 6
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0.0)
