@@ -1,0 +1,235 @@
+"""C22, U36: any sequence of what users do to a model gives what it gives to an unsharded one.
+
+Every rank draws the same sequence from the same seed. The oracle sees the data of all ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise
+from shardwise import checkpoint
+from tests.bed import ranks
+from tests.bed.fronts import FRONTS, full_gradients, full_parameters, shard, units, unsynced
+from tests.bed.parity import assert_same_tensors
+
+LENGTH = 9
+
+
+class Net(nn.Module):
+    """A part that is often frozen, one that some forwards skip, tied names, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.inward = nn.Linear(5, 12)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2))
+        self.outward = nn.Linear(12, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, used: int = 2, fail: str = "") -> Tensor:
+        x = self.inward(x)
+        for number, block in enumerate(self.blocks[:used]):
+            if fail == f"forward {number}":
+                raise Failure(fail)
+            x = x + block(x)
+        if fail == "backward":
+            x.register_hook(_fail)
+        return self.outward(x) * self.scale
+
+
+class Failure(Exception):
+    """On purpose."""
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise Failure("backward")
+
+
+class Pair:
+    """The sharded model and its oracle; each method is one thing that users do, done to both."""
+
+    def __init__(self, front: str, rank: int, world: int, folder: Path) -> None:
+        self.front, self.rank, self.world, self.folder = front, rank, world, folder
+        self.plain: Any = Net()
+        net: Any = Net()
+        self.names = [name for name, _ in net.named_parameters()]
+        self.model: Any = shard(net, front, [*net.blocks], "FULL_SHARD")
+        self.step = 0
+        self._optimizers()
+
+    def _optimizers(self) -> None:
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+                           for model in (self.plain, self.model)]
+
+    def _data(self, rank: int) -> Tensor:
+        return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * self.step + rank))
+
+    def train(self, dice: random.Random) -> None:
+        """Forwards, one backward, step; or unsent first."""
+        for sent in ([False, True] if dice.random() < 0.4 else [True]):
+            self.step += 1
+            used = dice.choice([0, 1, 2, 2])
+            with unsynced(self.model, self.front, not sent):
+                self.model(self._data(self.rank), used).square().sum().backward()
+            total = sum(self.plain(self._data(rank), used).square().sum() for rank in range(self.world))
+            (total / self.world).backward()
+        self._check_gradients()
+        if dice.random() < 0.5:
+            for model in (self.plain, self.model):
+                shardwise.clip_grad_norm(model.parameters(), 0.5)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.zero_grad(dice)
+
+    def _check_gradients(self) -> None:
+        ours: dict[str, Tensor | None] = full_gradients(self.model, self.names)
+        theirs = {name: p.grad for name, p in self.plain.named_parameters()}
+        if self.front == "flat":
+            ours = {n: g for n, g in ours.items() if theirs[n] is not None or (g is not None and g.any())}
+            theirs = {n: g for n, g in theirs.items() if g is not None}
+        assert_same_tensors(ours, theirs, "gradient", rtol=1e-4, atol=1e-5)
+
+    def zero_grad(self, dice: random.Random) -> None:
+        """Forget what was added up."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def evaluate(self, dice: random.Random) -> None:
+        """A forward without gradients."""
+        with torch.no_grad():
+            ours, theirs = (model(self._data(self.rank)) for model in (self.model, self.plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    def left_over(self, dice: random.Random) -> None:
+        """A forward whose backward never comes."""
+        self.model(self._data(self.rank))
+
+    def fail(self, dice: random.Random) -> None:
+        """An exception on every rank."""
+        where = dice.choice(["forward 0", "forward 1", "backward"])
+        with pytest.raises(Failure):
+            self.model(self._data(self.rank), 2, where).sum().backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*the last backward did not finish")
+            self.evaluate(dice)
+        self.zero_grad(dice)
+
+    def summon(self, dice: random.Random) -> None:
+        """Whole parameters are looked at and edited."""
+        factor = dice.choice([0.5, 1.0, 1.25])
+        with shardwise.summon_full_params(self.model), torch.no_grad():
+            for model in (self.model, self.plain):
+                for name in self.names:
+                    _at(model, name).mul_(factor)
+
+    def freeze(self, dice: random.Random) -> None:
+        """Or thaw one block; in flat mode the whole of a flat parameter follows."""
+        if self.front != "flat":
+            number, on = dice.randrange(2), dice.random() < 0.5
+            for model in (self.model, self.plain):
+                for parameter in model.blocks[number].parameters():
+                    parameter.requires_grad_(on)
+
+    def replace(self, dice: random.Random) -> None:
+        """New values under ``.data``, or a new parameter object."""
+        if self.front == "flat":
+            return
+        value = torch.randn(12, 5, generator=torch.Generator().manual_seed(dice.randrange(99)))
+        anew = dice.random() < 0.5
+        for model in (self.model, self.plain):
+            if anew:
+                model.inward.weight = nn.Parameter(value.clone())
+            else:
+                model.inward.weight.data = value.clone()
+        self.evaluate(dice)  # taken over
+        if anew:
+            self._optimizers()
+
+    def state_dict(self, dice: random.Random) -> None:
+        """There and back."""
+        self.model.load_state_dict(self.model.state_dict())
+
+    def save_and_load(self, dice: random.Random) -> None:
+        """A checkpoint is written, the model spoilt, the checkpoint read."""
+        path = self.folder / f"saved-{self.step}-{dice.randrange(10**9)}"
+        checkpoint.save(path, self.model, self.optimizers[1])
+        with shardwise.summon_full_params(self.model), torch.no_grad():
+            for name in self.names:
+                _at(self.model, name).zero_()
+        checkpoint.load(path, self.model, self.optimizers[1])
+
+    def check(self, what: str) -> None:
+        """The same parameters; nothing gathered, nothing unsent."""
+        assert_same_tensors(full_parameters(self.model, self.names), dict(self.plain.named_parameters()),
+                            f"parameter after {what}", rtol=1e-4, atol=1e-5)
+        for name, unit in units(self.model).items():
+            assert unit.uses == 0 and not unit.face.in_use, f"{name} after {what}"
+
+
+def _at(model: Any, name: str) -> Tensor:
+    path, _, local = name.rpartition(".")
+    return getattr(model.get_submodule(path), local)
+
+
+ACTIONS: list[Callable[[Pair, random.Random], None]] = [
+    Pair.train, Pair.train, Pair.evaluate, Pair.left_over, Pair.fail, Pair.summon, Pair.freeze, Pair.replace,
+    Pair.state_dict, Pair.save_and_load, Pair.zero_grad,
+]
+
+
+def _run(front: str, seed: int, place: tuple[int, int], folder: Path) -> None:
+    """One sequence; its seed and its actions are in the error."""
+    dice, done = random.Random(seed), []
+    pair = Pair(front, *place, folder)
+    try:
+        for _ in range(LENGTH):
+            action = dice.choice(ACTIONS)
+            done.append(action.__name__)
+            action(pair, dice)
+        pair.train(dice)
+        pair.check("the end")
+    except BaseException as error:
+        error.add_note(f"front {front!r}, seed {seed}: {', '.join(done)}")
+        raise
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_C22_sequences(front: str, rank: int, world: int, tmp_path: Path) -> None:
+    for seed in range(12):
+        _run(front, seed, (rank, world), tmp_path)
+    dist.barrier()
+
+
+@ranks(3)
+@pytest.mark.parametrize("front", FRONTS)
+def test_C22_sequences_on_three_ranks(front: str, rank: int, world: int, tmp_path: Path) -> None:
+    for seed in range(100, 104):
+        _run(front, seed, (rank, world), tmp_path)
+    dist.barrier()
+
+
+@pytest.fixture
+def sequences(request: pytest.FixtureRequest) -> int:
+    """How many: none but under ``make fuzz``."""
+    if request.config.getoption("--hypothesis-profile") != "fuzz":
+        pytest.skip("for make fuzz")
+    return 500
+
+
+@pytest.mark.fuzz
+@ranks(2, 3, timeout=1800)
+@pytest.mark.parametrize("front", FRONTS)
+def test_C22_many_sequences(front: str, rank: int, world: int, sequences: int, tmp_path: Path) -> None:
+    for seed in range(1000, 1000 + sequences):
+        _run(front, seed, (rank, world), tmp_path)
