@@ -101,7 +101,9 @@ class MixedPrecisionPolicy:
     ``param_dtype``, ``reduce_dtype``, ``accumulate_dtype``, ``grad_dtype``: as in ``MixedPrecision``.
     ``output_dtype``: the unit's floating-point outputs are cast to it (None: left).
     ``cast_forward_inputs``: the unit's floating-point inputs are cast to ``param_dtype``.
-    Buffers are left as registered, and batch norms keep the stored dtype of their parameters.
+    ``kept_classes``: modules of these classes, and all below them, keep the stored dtype of their
+    parameters; their inputs are cast to it and their outputs back. They stay in the unit and its collectives.
+    Buffers are left as registered.
     """
 
     param_dtype: torch.dtype | None = None
@@ -110,6 +112,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     accumulate_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    kept_classes: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
 
     def __post_init__(self) -> None:
         _check_dtypes(self)
@@ -179,7 +182,7 @@ class Precision:
             output=mp.output_dtype,
             cast_inputs=mp.cast_forward_inputs,
             cast_root_inputs=mp.cast_forward_inputs,
-            kept_classes=(nn.modules.batchnorm._BatchNorm,),
+            kept_classes=tuple(mp.kept_classes),
         )
 
     def for_kept(self) -> Precision:
