@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -114,6 +115,51 @@ def test_A37_the_object_stays_and_is_a_dtensor_in_use(rank: int) -> None:
     assert isinstance(seen[0], DTensor) and seen[0].shape == (14, 9) and seen[0].placements[0].is_shard(0)
     optimizer.step()
     assert not torch.equal(after.full_tensor(), value)
+
+
+@ranks(4)
+@pytest.mark.parametrize("front", FRONTS)
+def test_A37_inside_summon_a_part_is_whole(front: str, rank: int) -> None:
+    """Over the shard group; ``full_tensor()`` over both; edits of the part stay."""
+    mesh = _mesh()
+    model, inner = _sharded(front, mesh)
+    plain = Wide()
+    with shardwise.summon_full_params(model):
+        named = dict(inner.named_parameters())
+        assert tuple(named["up.weight"].shape) == (7, 9) and tuple(named["down.weight"].shape) == (3, 7)
+        here = mesh.get_local_rank("tp")
+        assert torch.equal(named["up.weight"], plain.up.weight[7 * here : 7 * here + 7])
+        assert torch.equal(named["up.weight"].full_tensor(), plain.up.weight)
+        with torch.no_grad():
+            for parameter in named.values():
+                parameter.mul_(2)
+    assert_same_tensors(_whole(model), {n: 2 * p for n, p in plain.named_parameters()}, bitwise=True)
+
+
+@ranks(4)
+@pytest.mark.parametrize("front", FRONTS)
+def test_A37_copies_and_states_of_the_first_rank(front: str, rank: int) -> None:
+    """A copy computes and trains alike; ``sync_module_states`` spreads parts to the same parts."""
+    mesh = _mesh()
+    if front == "fully_shard":
+        model, _ = _sharded(front, mesh)
+    else:
+        bare = _parallel(mesh)
+        with torch.no_grad():
+            for parameter in bare.parameters():
+                parameter.mul_(1 + mesh.get_local_rank("dp"))
+        model = FullyShardedDataParallel(bare, device_mesh=mesh["dp"], use_orig_params=front == "orig",
+                                         sync_module_states=True)
+        assert_same_tensors(_whole(model), dict(Wide().named_parameters()), bitwise=True)
+    copied = copy.deepcopy(model)
+    losses = [_loss(one, points(mesh.get_local_rank("dp"), 0)) for one in (model, copied)]
+    assert torch.equal(*losses)
+    losses[1].backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    plain = Wide()
+    torch.stack([_loss(plain, points(replica, 0)) for replica in range(2)]).mean().backward()
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0),
+                               torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
 
 
 @ranks(4)

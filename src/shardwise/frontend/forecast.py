@@ -23,6 +23,7 @@ from ..plan.options import MixedPrecision, MixedPrecisionPolicy, Precision
 from ..plan.ownership import Ownership, collect
 from ..plan.policies import WrapPolicy, select_modules
 from ..plan.reduction import plan_reduction
+from ..storage.tensor_parallel import local_part
 
 __all__ = ["Forecast", "UnitForecast", "forecast"]
 
@@ -182,7 +183,8 @@ def _unit(
     for entries, is_kept in kinds_of(ownership.owned, kept):
         dtype, how = entries[0].parameter.dtype, precision.for_kept() if is_kept else precision
         compute = how.compute_dtype(dtype)
-        specs = [ParameterSpec(e.fqn, shape := tuple(e.parameter.shape), row_granule(shape)) for e in entries]
+        shapes = [tuple(local_part(entry.parameter).shape) for entry in entries]
+        specs = [ParameterSpec(e.fqn, shape, row_granule(shape)) for e, shape in zip(entries, shapes, strict=True)]
         layout = plan_layout(specs, ranks, compute.itemsize)
         shard += layout.shard_numel * dtype.itemsize
         aliased = ranks == 1 and compute is dtype
