@@ -24,6 +24,8 @@ from ..torch_private import TorchDispatchMode
 
 __all__ = ["Cost", "count_calls", "metered"]
 
+_ORDINARY: Any = Tensor
+
 
 @dataclass
 class Cost:
@@ -39,10 +41,10 @@ class _Meter(TorchDispatchMode):
     def __init__(self, cost: Cost, world: int) -> None:
         super().__init__()
         self._cost, self._share = cost, (world - 1) / world
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._held: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if any(kind.__torch_dispatch__ is not _ORDINARY.__torch_dispatch__ for kind in types):
             return NotImplemented  # a tensor made of others (DTensor): what it does with them comes here again
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
@@ -54,19 +56,11 @@ class _Meter(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided and not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            self._held[storage._cdata] = weakref.ref(storage)
+            self._held.add(tensor.untyped_storage())
 
     def _weigh(self) -> int:
         """Storages are looked at anew each time: sharded parameters are freed inside a living storage."""
-        total = 0
-        for key, reference in list(self._held.items()):
-            storage = reference()
-            if storage is None:
-                del self._held[key]
-            else:
-                total += storage.nbytes()
-        return total
+        return sum(storage.nbytes() for storage in self._held)
 
 
 def _received(name: str, args: Any) -> int:
