@@ -15,6 +15,7 @@ from .frontend.numbers import check_numbers, compare_replicas, deterministic
 from .frontend.owners import OwnerExchange
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
+from .frontend.streamed import streamed_step
 from .frontend.summon import iter_units_full, summon_full_params
 from .frontend.trace import trace
 from .frontend.whole import register_fsdp_forward_method
@@ -94,6 +95,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "report_stuck",
     "share_comm_ctx",
+    "streamed_step",
     "summon_full_params",
     "trace",
 ]
