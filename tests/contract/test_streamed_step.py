@@ -1,4 +1,4 @@
-"""The optimizer's step on the device over parameters and state on the host (row U42)."""
+"""The optimizer's step on the device over parameters and state on the host (rows U38, U42)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,25 @@ def test_U42_equal_to_a_step_on_the_host(front: str, kind: Any, rank: int) -> No
             optimizer.zero_grad()
     assert len(calls) > 3 * 2
     assert_same_tensors(full_parameters(models[0], names), full_parameters(models[1], names), bitwise=True)
+
+
+@ranks(2)
+def test_U38_state_alone_on_the_host(rank: int) -> None:
+    """State that was made by a streamed step stays where it was put, and is the same object from step to step."""
+    model, twin = (shard(TinyMLP(), "fully_shard") for _ in range(2))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, twin)]
+    kept: list[int] = []
+    for step in range(2):
+        for one in (model, twin):
+            loss(one, points(rank, step)).backward()
+        shardwise.streamed_step(optimizers[0], state_device=_CPU, bucket_bytes=100)
+        optimizers[1].step()
+        kept.append(optimizers[0].state[model.inward.weight]["exp_avg"].data_ptr())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert kept[0] == kept[1]
+    names = [name for name, _ in TinyMLP().named_parameters()]
+    assert_same_tensors(full_parameters(model, names), full_parameters(twin, names), bitwise=True)
 
 
 @ranks(2)

@@ -1,7 +1,7 @@
-"""The optimizer's step on the accelerator over parameters and state that live on the host.
+"""The optimizer's step on the accelerator over parameters and state, or state alone, that live on the host.
 
-With CPU offload an optimizer steps on the host. Here parameters, gradients and state travel to the
-device in buckets of bounded size, are stepped there, and come back into the memory they came from.
+With CPU offload an optimizer steps on the host. Here what lives there travels to the device in
+buckets of bounded size, is stepped there, and comes back into the memory it came from.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ __all__ = ["streamed_step"]
 
 @torch.no_grad()
 def streamed_step(
-    optimizer: torch.optim.Optimizer, device: torch.device | None = None, *, bucket_bytes: int = 256 * 2**20
+    optimizer: torch.optim.Optimizer, device: torch.device | None = None, *,
+    state_device: torch.device | None = None, bucket_bytes: int = 256 * 2**20,
 ) -> None:
     """``optimizer.step()``, run on ``device`` over at most ``bucket_bytes`` of parameters at a time.
 
     For optimizers that update each parameter by itself, as those of ``torch.optim`` do but for LBFGS;
     ``step`` and its hooks are called once for each bucket. Peak memory on the device is that of one
-    bucket with its gradients and state. No collective. Everything is on the host again afterwards,
-    also after an exception, which leaves the parameters of later buckets as they were.
+    bucket with its gradients and state. No collective. Everything is where it was afterwards, also
+    after an exception, which leaves the parameters of later buckets as they were.
 
     Args:
         optimizer: any parameters; those without a gradient are left out.
         device: where to step; default: where the model's units compute.
+        state_device: where new state is kept between steps; default: beside its parameter. The host, for
+            parameters that stay on the device, offloads the optimizer alone.
         bucket_bytes: of parameters; a larger parameter is a bucket of its own.
 
     Raises:
@@ -47,7 +50,7 @@ def streamed_step(
         parameter.grad = None  # so that a step takes just those of its bucket
     try:
         for bucket in _buckets(list(zip(parameters, gradients, strict=True)), bucket_bytes):
-            with _moved(optimizer, bucket, device):
+            with _moved(optimizer, bucket, device, state_device):
                 optimizer.step()
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -72,7 +75,9 @@ def _buckets(pairs: Sequence[tuple[nn.Parameter, Tensor]], most: int) -> Iterato
 
 
 @contextmanager
-def _moved(optimizer: torch.optim.Optimizer, bucket: _Pairs, device: torch.device | None) -> Iterator[None]:
+def _moved(
+    optimizer: torch.optim.Optimizer, bucket: _Pairs, device: torch.device | None, state_device: torch.device | None
+) -> Iterator[None]:
     """Parameters, gradients and state of ``bucket`` on the device; back where they were at the end."""
     homes = [parameter.data for parameter, _ in bucket]
     states: list[dict[str, Any]] = [optimizer.state[parameter] for parameter, _ in bucket]
@@ -98,7 +103,7 @@ def _moved(optimizer: torch.optim.Optimizer, bucket: _Pairs, device: torch.devic
                 if key in kept:
                     state[key] = kept[key].copy_(value) if done else kept[key]
                 elif _is_like(value, home):
-                    state[key] = value.to(home.device)
+                    state[key] = value.to(state_device or home.device)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
