@@ -3,8 +3,7 @@
 Every contender saves the same values, loads them into a model that begins on the meta device, and must get
 them back. Time is that of the slowest rank, from the call to the return (for loading: from the building of
 the model on). Bytes are those that the files hold and those that the ranks sent to the disk. Extra memory is
-the most that any rank's resident memory rose during the call, beyond the parameters that the call gave memory
-to; below zero where memory that was kept for reuse was enough.
+the most that any rank's resident memory was above what it was before the save, or is after the load.
 Files just written are in the page cache when they are read.
 """
 
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.checkpoint_ways import WAYS, Way, local_bytes
+from benchmarks.checkpoint_ways import WAYS, Way
 from benchmarks.models import GPT
 
 #: ours against FSDP2 with DCP
@@ -60,7 +59,7 @@ def _sum(value: float) -> float:
 
 
 def _measured(what: Callable[[], Any]) -> tuple[Any, Row]:
-    """What it returned, and seconds, bytes sent to the disk, and the rise of resident memory."""
+    """What it returned, and seconds, bytes sent to the disk, and the peak above the memory before and after."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
@@ -69,8 +68,10 @@ def _measured(what: Callable[[], Any]) -> tuple[Any, Row]:
     began = time.perf_counter()
     result = what()
     seconds = time.perf_counter() - began
-    rise = _status("VmHWM") - before
-    return result, {"seconds": _worst(seconds), "rise": rise, "sent": _sum(_sent_to_disk() - sent)}
+    gc.collect()
+    peak, after = _status("VmHWM"), _status("VmRSS")
+    return result, {"seconds": _worst(seconds), "sent": _sum(_sent_to_disk() - sent),
+                    "above_before": _worst(peak - before), "above_after": _worst(peak - after)}
 
 
 def _file_bytes(path: Path) -> int:
@@ -88,15 +89,14 @@ def _round(way: Way, model: nn.Module, build: Callable[[], nn.Module], path: Pat
                                     strict=True):
         if not torch.equal(ours, theirs):
             raise SystemExit(f"{way.name} does not get back what it saved: {name}")
-    gained = local_bytes(way, loaded_model)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     dist.barrier()
     return {
         "save": {"seconds": saved["seconds"], "file_bytes": size, "sent_bytes": saved["sent"],
-                 "extra_mib": _worst(saved["rise"]) / 2**20},
-        "load": {"seconds": loaded["seconds"], "extra_mib": _worst(loaded["rise"] - gained) / 2**20},
+                 "extra_mib": saved["above_before"] / 2**20},
+        "load": {"seconds": loaded["seconds"], "extra_mib": loaded["above_after"] / 2**20},
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import CONTENDERS, Block
 
-__all__ = ["WAYS", "Way", "local_bytes"]
+__all__ = ["WAYS", "Way"]
 
 Build = Callable[[], nn.Module]
 
@@ -172,11 +172,6 @@ class Consolidated(Dcp):
         model = self.blank(build)
         dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(str(path)))
         return model
-
-
-def local_bytes(way: Way, model: nn.Module) -> int:
-    """Memory of this rank's part of the parameters."""
-    return sum(value.numel() * value.element_size() for value in way.local_values(model).values())
 
 
 WAYS: dict[str, Way] = {way.name: way for way in (Shardwise(), FullFile(), Dcp(), Consolidated())}

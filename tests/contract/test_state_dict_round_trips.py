@@ -166,3 +166,29 @@ def test_first_parameter_without_state(front: str, rank: int) -> None:
 def shard_apart(model: Any) -> nn.Module:
     """A flat parameter of its own for the part that is never used."""
     return shard(model, "flat", [model.aside])
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("peer", ["fully_shard", "wrapper on a mesh", "wrapper"])
+@pytest.mark.parametrize("front", FRONTS)
+def test_sharded_dicts_of_the_peers(front: str, peer: str) -> None:
+    """C30: DTensors as they are; the older ShardedTensors are refused with what to do."""
+    from torch.distributed import fsdp, init_device_mesh
+
+    plain = TinyMLP(seed=3)
+    if peer == "fully_shard":
+        theirs: Any = fsdp.fully_shard(plain, mesh=init_device_mesh("cpu", (2,)))
+        state = theirs.state_dict()
+    else:
+        mesh = {"device_mesh": init_device_mesh("cpu", (2,))} if peer != "wrapper" else {}
+        theirs = fsdp.FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=True, **mesh)
+        with fsdp.FullyShardedDataParallel.state_dict_type(theirs, fsdp.StateDictType.SHARDED_STATE_DICT):
+            state = theirs.state_dict()
+    model = build(front, 0)
+    if peer == "wrapper":
+        with pytest.raises(CheckpointError, match=r"is a ShardedTensor.*Load it through torch\.distributed\.check"):
+            model.load_state_dict(state)
+        state = TinyMLP(seed=3).state_dict()
+    model.load_state_dict(state)
+    assert_same_tensors(get_model_state_dict(model, options=WHOLE), TinyMLP(seed=3).state_dict(), bitwise=True)

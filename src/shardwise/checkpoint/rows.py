@@ -78,6 +78,10 @@ def require_shape(storage: FlatStorage, index: int, value: Any, key: str, *, loc
     if not isinstance(value, Tensor):
         raise CheckpointError("a state dict entry is no tensor", fqn=key, unit=storage.unit,
                               expected="a tensor", got=type(value).__name__)
+    if getattr(value, "local_shards", None) is not None:
+        raise CheckpointError("a state dict entry is a ShardedTensor", fqn=key, unit=storage.unit,
+                              expected="a whole tensor, a sharded record, or a DTensor", got=type(value).__name__,
+                              remedy="Load it through torch.distributed.checkpoint, or save a full state dict.")
     if value.is_meta:
         raise CheckpointError("a state dict entry has no values", fqn=key, unit=storage.unit,
                               expected="a tensor with memory", got="a tensor on the meta device",
