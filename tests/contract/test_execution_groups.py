@@ -16,7 +16,7 @@ import shardwise
 from shardwise import ExecutionGroups, FullyShardedDataParallel
 from shardwise.errors import ConfigurationError, LifecycleError, OptionTypeError
 from tests.bed import ranks
-from tests.bed.fronts import FRONTS, counted, full_parameters, shard, units
+from tests.bed.fronts import FRONTS, counted, full_gradients, full_parameters, shard, units
 from tests.bed.models import OddBlock, OddTransformer, TinyMLP, batch, loss, points
 from tests.bed.parity import assert_same_tensors
 
@@ -192,6 +192,35 @@ def test_A12_a_copy_has_the_same_units(front: str, rank: int) -> None:
     assert torch.equal(*losses)
     losses[1].backward()
     assert all(p.grad is not None for p in copied.parameters()) and all(p.grad is None for p in model.parameters())
+
+
+class Branching(nn.Module):
+    """Three layers, of which the first may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = x if skip else torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.second(x)))
+
+
+@ranks(2)
+def test_U86_U56_a_rank_may_skip_one_module_of_a_unit(rank: int) -> None:
+    """With ``allow_skipped_units``: the other rank's forward and the sum of gradients are right."""
+    model, plain = Branching(), Branching()
+    shardwise.fully_shard([model.first, model.last])
+    shardwise.fully_shard(model.second)
+    shardwise.fully_shard(model, allow_skipped_units=True)
+    names = [name for name, _ in plain.named_parameters()]
+    for step in range(2):
+        model(points(rank, step)[0], skip=rank == 1).sum().backward()
+        torch.stack([plain(points(one, step)[0], skip=one == 1).sum() for one in range(2)]).mean().backward()
+        assert_same_tensors(full_gradients(model, names), {n: p.grad for n, p in plain.named_parameters()})
+        model.zero_grad()
+        plain.zero_grad()
 
 
 @ranks(2)
