@@ -33,13 +33,13 @@ def test_wherever_the_bytes_lie(data: bytes, offset: int) -> None:
     assert checksum(memory[offset : offset + len(data)]) == checksum(bytearray(data))
 
 
-@pytest.mark.parametrize("step", [4, 8])
-def test_signs_of_two_numbers(step: int) -> None:
-    """The highest bits of two words, which a plain sum of words would not notice."""
+@pytest.mark.parametrize("byte", [3, 7])
+def test_signs_of_two_numbers(byte: int) -> None:
+    """The highest bits of two words, which one sum of odd multiples cannot see; the other one does."""
     data = bytearray(os.urandom(4096))
     for first in range(0, 4096, 256):
         altered = bytearray(data)
-        for place in (first + 3, first + 3 + step):
+        for place in (first + byte, first + byte + 8):
             altered[place] ^= 0x80
         assert checksum(altered) != checksum(data)
 
