@@ -12,6 +12,7 @@ from .frontend.full_precision import full_precision
 from .frontend.materialise import materialise
 from .frontend.module import FSDPModule, UnshardHandle
 from .frontend.numbers import check_numbers, compare_replicas, deterministic
+from .frontend.order import check_order
 from .frontend.owners import OwnerExchange
 from .frontend.report import memory_of, observe, plan_of
 from .frontend.scaler import ShardedGradScaler
@@ -78,6 +79,7 @@ __all__ = [
     "UnitForecast",
     "UnshardHandle",
     "check_numbers",
+    "check_order",
     "clip_grad_norm",
     "clip_grad_value",
     "compare_replicas",

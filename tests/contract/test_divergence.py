@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
-from shardwise.errors import DivergenceError
+from shardwise.comm import mesh
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.errors import DivergenceError, LifecycleError
 from tests.bed import ranks
 from tests.bed.fronts import FRONTS, counted, shard, transport
 
@@ -253,3 +256,19 @@ def test_C8_a_model_less_on_one_rank_is_no_divergence(rank: int, world: int) -> 
     _step(model, rank)
     assert "rank 0 runs gather of 'b', rank 1 runs gather of 'a'" in _agreed(
         lambda: model(_data(rank), "a" if rank else "b"), world)
+
+
+@ranks(2)
+def test_C8_transports_that_trust_can_be_asked_to_compare(rank: int, world: int) -> None:
+    """As NCCL's do by default; here gloo's is told to trust."""
+    assert dist.group.WORLD is not None
+    trusting = ProcessGroupCollectives(dist.group.WORLD, check_tags=False)
+    with patch.object(mesh, "collectives_for", lambda *_, **__: trusting):
+        model = _sharded("fully_shard")
+    model(_data(rank))
+    with shardwise.check_order(model):
+        text = _agreed(lambda: model(_data(rank), "a" if rank else "b"), world)
+    assert "rank 0 runs gather of 'b', rank 1 runs gather of 'a'" in text
+    model(_data(rank), "a" if rank else "b")  # equal sizes: mixed without a word
+    with pytest.raises(LifecycleError, match="no sharded units"), shardwise.check_order(nn.Linear(2, 2)):
+        pass

@@ -113,5 +113,8 @@ class Collectives(ABC):
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
+    def compare_calls(self, on: bool) -> None:
+        """Compare what ranks are about to run, where this transport does not always do so."""
+
     def close(self) -> None:
         """Give back what the transport holds (memory, sockets, threads). Safe to call twice."""

@@ -72,7 +72,12 @@ class ProcessGroupCollectives(Collectives):
         self._check_others = check_tags is True
 
         # NCCL and its like: what the engine passes fits by construction, and nothing is compared
-        self._trusting = not self._check_others and "gloo" not in self._backends.values() and self.size > 1
+        self._quick = not self._check_others and "gloo" not in self._backends.values() and self.size > 1
+        self._trusting, self._asked = self._quick, False
+
+    def compare_calls(self, on: bool) -> None:
+        self._asked = on
+        self._trusting = self._quick and not on
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         if self._trusting and out.dtype in REDUCIBLE:
@@ -141,7 +146,7 @@ class ProcessGroupCollectives(Collectives):
     def _agreed(self, call: Call, tensor: Tensor) -> bool:
         """Compare calls where that is wanted; False when there is nothing left to move."""
         gloo = self._is_gloo(tensor)
-        if self._check_gloo if gloo else self._check_others:
+        if self._asked or (self._check_gloo if gloo else self._check_others):
             self._compare(call, torch.device("cpu") if gloo else tensor.device)
         return not gloo or tensor.numel() > 0
 
