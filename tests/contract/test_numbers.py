@@ -93,7 +93,7 @@ def test_U95_the_first_output_and_the_loss(front: str, rank: int, world: int) ->
     with shardwise.check_numbers(model) as numbers:
         bad = x.clone().fill_(float("nan")) if rank else x
         text = _alike(lambda: model(bad), world)
-        assert "the output of a module is NaN (parameter 'inward', rank 1)" in text
+        assert "the output of module 'inward' is NaN (rank 1)" in text
         loss = model(x).sum()
         numbers.loss(loss)
         assert "the loss is infinite (rank 0)" in _alike(lambda: numbers.loss(loss / (0 if rank == 0 else 1)), world)

@@ -102,7 +102,7 @@ def _check_outputs(stack: ExitStack, numbers: Numbers, root: Unit) -> None:
         for name, module in top.named_modules():
             def note(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
                 for tensor in tensors_in(output):
-                    numbers.note("the output of a module", name or "(root)", tensor)
+                    numbers.note(f"the output of module {name or '(root)'!r}", None, tensor)
 
             stack.callback(module.register_forward_hook(note).remove)
     stack.callback(root.modules[-1].register_forward_hook(lambda *_: numbers.agree()).remove)
