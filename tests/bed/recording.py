@@ -102,6 +102,8 @@ class Recorder:
 
     def access(self, lane: RecordingLane, what: str, thing: object, *, write: bool) -> None:
         """Log one access. Raises ``Race`` if an earlier one conflicts with it."""
+        if isinstance(thing, Tensor) and thing.numel() == 0:
+            return  # touches nothing
         memory = self._memory(thing, what)
         lane.clock[lane.name] += 1
         now = Access(lane.name, what, memory, write, lane.clock[lane.name])

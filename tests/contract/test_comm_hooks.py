@@ -18,7 +18,7 @@ import shardwise
 from shardwise import MixedPrecision, comm_hooks
 from shardwise.errors import ConfigurationError, LifecycleError, OptionTypeError, WritebackError
 from tests.bed import ranks
-from tests.bed.fronts import FRONTS, WRAPPERS, full_gradients, over_the_group, shard, units
+from tests.bed.fronts import FRONTS, WRAPPERS, full_gradients, on_streams, over_the_group, shard, units
 from tests.bed.models import TinyMLP, loss, points
 from tests.bed.pages import script_of
 from tests.bed.traffic import CountingCollectives
@@ -231,7 +231,8 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered(rank: int, world: in
         counting = CountingCollectives(unit.groups.shard)
         twins.model.table.set_custom_all_gather(counting)
         twins.train(2)
-        assert counting.traffic.count("all_gather") == (4 if needed else 2)
+        in_backward = needed and not on_streams()  # there the unit is still gathered when its backward comes
+        assert counting.traffic.count("all_gather") == (4 if in_backward else 2)
         assert unit.uses == 0
 
 

@@ -16,7 +16,7 @@ import shardwise
 from shardwise import ExecutionGroups, FullyShardedDataParallel
 from shardwise.errors import ConfigurationError, LifecycleError, OptionTypeError
 from tests.bed import ranks
-from tests.bed.fronts import FRONTS, counted, full_gradients, full_parameters, shard, units
+from tests.bed.fronts import FRONTS, counted, full_gradients, full_parameters, on_streams, shard, units
 from tests.bed.models import OddBlock, OddTransformer, TinyMLP, batch, loss, points
 from tests.bed.parity import assert_same_tensors
 
@@ -121,6 +121,8 @@ def test_A12_equal_to_recursive_wrapping(front: str, rank: int) -> None:
 @pytest.mark.parametrize("front", FRONTS)
 def test_U86_one_gather_and_one_reduction_for_several_modules(front: str, rank: int) -> None:
     """A group is gathered once in forward and once in backward, whatever number of modules it has."""
+    if on_streams():
+        pytest.skip("counts what is freed at once")
     with counted() as traffic:
         model = _grouped(front, shardwise.group_by_execution(TinyMLP(), torch.randn(2, 5), unit_bytes=150), TinyMLP())
         loss(model, points(rank, 0)).backward()

@@ -110,6 +110,18 @@ def test_B19_unsent_gradients_are_ordered() -> None:
         recorder.optimizer(model)
 
 
+def test_C3_a_gradient_that_comes_after_the_reduction_waits_for_it() -> None:
+    """The weight of a unit is used by another root too, whose backward comes when the unit's own is over."""
+    with recorded() as recorder:
+        parent = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        parent[2].weight = parent[0].weight
+        groups = Groups(Overlapping(0, 2))
+        made = [build_unit([parent[place]], Choices(groups, torch.device("cpu"))) for place in (2, 0)]
+        parent(torch.randn(3, 4)).square().mean().backward()
+        assert [access.what for access in recorder.log].count("combine") == 3  # the owner's twice
+        assert all(unit.collector.nbytes == 0 for unit in made)
+
+
 def test_B19_a_gather_at_rest_follows_the_optimizer() -> None:
     with recorded() as recorder:
         model, units = build(SCHEDULES["pre"])

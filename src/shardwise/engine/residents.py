@@ -71,7 +71,8 @@ class Residents:
         while len(self._behind) > keep:
             unit, mark = next(iter(self._behind.items()))
             del self._behind[unit]
-            unit.reshard(after=mark)
+            if unit.uses == 0:  # else another root, which borrows from it, has taken it up meanwhile
+                unit.reshard(after=mark)
 
     def follow_user(self) -> None:
         """Gathers from now on see what the user did to the parameters until now."""

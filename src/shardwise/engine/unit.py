@@ -220,6 +220,7 @@ class Unit:
 
     # ------------------------------------------------------------------ gradients
     def _on_first(self) -> None:
+        self.finish_reduce()  # of what came earlier: it may still read the buffer that this gradient goes to
         self.on_first_gradient()
         self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
         self.collector.keep = not self.settings.sync_gradients
