@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..comm.lanes import Lanes
 from ..plan.reduction import Piece, ReductionPlan, plan_reduction
-from ..storage.flat_buffer import FlatBuffer
+from ..storage.flat_buffer import FlatBuffer, TransportPool
 from ..storage.flat_storage import FlatStorage, Visible
 from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradients
 
@@ -241,7 +241,8 @@ class Collector:
         dtype = self.live[0].policy.accumulation_dtype(wire) if keep else wire
         buffer = self.buffer
         if buffer is None or buffer.tensor.dtype != dtype:
-            buffer = FlatBuffer(self.plan.numel, dtype, self.live[0].compute_device, self.live[0].pool)
+            pool = TransportPool.of(self.live[0].comm) if self._lanes.immediate else self.live[0].pool
+            buffer = FlatBuffer(self.plan.numel, dtype, self.live[0].compute_device, pool)
             buffer.allocate()
             for target in self.targets:
                 target.make_views(buffer)

@@ -12,14 +12,16 @@ the memory is not mistaken by autograd for a change of a saved parameter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Collectives
 from ..torch_private import swap_storage
 
-__all__ = ["BufferPool", "FlatBuffer"]
+__all__ = ["BufferPool", "FlatBuffer", "TransportPool"]
 
 
 class BufferPool:
@@ -64,6 +66,32 @@ class BufferPool:
         """Return all kept memory to the system."""
         self._free.clear()
         self.nbytes = 0
+
+
+class TransportPool(BufferPool):
+    """Memory of a transport, which its peers may read in place: nothing is copied before a reduction."""
+
+    def __init__(self, transport: Collectives) -> None:
+        super().__init__(keep=1)
+        self._transport = weakref.ref(transport)
+
+    @classmethod
+    def of(cls, transport: Collectives) -> TransportPool:
+        """The one of ``transport``."""
+        if transport not in _TRANSPORT_POOLS:
+            _TRANSPORT_POOLS[transport] = cls(transport)
+        return _TRANSPORT_POOLS[transport]
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        transport = self._transport()
+        if transport is None or not nbytes or nbytes in self._free:
+            super().take(storage, nbytes)
+            return
+        swap_storage(storage, piece := transport.allocate(nbytes, torch.uint8, storage.device).untyped_storage())
+        self._empty.append(piece)
+
+
+_TRANSPORT_POOLS: weakref.WeakKeyDictionary[Collectives, TransportPool] = weakref.WeakKeyDictionary()
 
 
 class FlatBuffer:
