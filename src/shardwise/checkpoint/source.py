@@ -84,7 +84,7 @@ class Source:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise CheckpointError(f"the index is damaged: {index}", got=str(error)) from error
-            if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            if not all(isinstance(n, str) and n.isprintable() and Path(n).name == n for n in names):
                 raise CheckpointError(f"the index is damaged: {index}", got=names[:2],
                                       expected="names of files in this folder")
             return names
