@@ -21,8 +21,8 @@ from shardwise.comm.lanes import lanes_for
 from shardwise.engine.build import units_below
 from shardwise.engine.unit import Unit
 from shardwise.storage.flat_storage import FLAT
-from shardwise.storage.gather_one import gather_one
 from shardwise.storage.sharded_parameter import home_of
+from shardwise.storage.whole_value import gather_one
 from tests.bed.traffic import CountingCollectives, Traffic
 
 __all__ = ["FRONTS", "WRAPPERS", "counted", "full_gradients", "full_parameters", "on_streams", "over_the_group",

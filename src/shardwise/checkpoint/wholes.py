@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..storage.flat_storage import FlatStorage
-from ..storage.gather_one import gather_one
+from ..storage.whole_value import gather_one
 from ..torch_private import WeakIdKeyDictionary
 from .rows import rows_now
 

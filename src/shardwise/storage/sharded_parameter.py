@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
-from .gather_one import gather_one
 from .global_norm import ShardedGradient
+from .whole_value import WholeValue, gather_one
 
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
@@ -64,11 +64,20 @@ class ShardedMethods:
     def full_tensor(self) -> Tensor:
         """The whole parameter, gathered from all ranks of the shard group (a collective).
 
-        Shape ``global_shape``, stored dtype, detached. Every rank of the group must call it, and with
-        tensor parallelism those of its mesh too. Inside ``summon_full_params`` a copy of what the
-        parameter shows, without a collective of the shard group.
+        Shape ``global_shape``, stored dtype. Every rank of the group must call it, and with tensor
+        parallelism those of its mesh too. Inside ``summon_full_params`` a copy of what the parameter
+        shows, without a collective of the shard group. In grad mode the value has a gradient, which
+        goes to this rank's rows: compute the same from it on every rank (a penalty in the loss, say).
         """
         storage, index = _home(self)
+        mine = cast(nn.Parameter, self)
+        whole = self._gathered(storage, index)
+        part = storage.owned[index].parallel if index >= 0 else None
+        if mine.requires_grad and torch.is_grad_enabled():
+            whole = cast(Tensor, WholeValue.apply(mine, whole, storage, index))
+        return whole if part is None else part.whole(whole)
+
+    def _gathered(self, storage: FlatStorage, index: int) -> Tensor:
         mine = cast(Tensor, self).detach()
         if storage.widened and (index < 0 or not storage.whole):
             raise LifecycleError(
@@ -77,9 +86,7 @@ class ShardedMethods:
             )
         if index < 0:
             return storage.gather_flat(mine)
-        gathered = mine.clone() if storage.widened else gather_one(storage, index, mine)
-        part = storage.owned[index].parallel
-        return gathered if part is None else part.whole(gathered)
+        return mine.clone() if storage.widened else gather_one(storage, index, mine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with what this one shows: rows, or inside a summon the whole.
