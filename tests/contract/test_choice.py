@@ -151,6 +151,20 @@ def test_ranks_of_several_hosts_share_memory_inside_them(
 
 
 @ranks(4)
+def test_ranks_in_different_numbers_of_groups_meet(rank: int, world: int) -> None:
+    """Some ranks have made a group that others are not in; and a group over some of the ranks has no hosts."""
+    some = dist.new_group([0, 1, 2])
+    if rank < 3:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_name", lambda: "aabb"[rank])
+        assert isinstance(collectives_for(_world(), _CPU), HierarchicalCollectives)
+        if rank < 3:
+            assert isinstance(collectives_for(some, _CPU), ProcessGroupCollectives)
+    close_all()
+
+
+@ranks(4)
 def test_one_host_without_shared_memory_is_enough_to_do_without(rank: int, world: int) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")

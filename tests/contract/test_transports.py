@@ -162,7 +162,7 @@ def test_an_input_may_change_as_soon_as_the_result_is_there(
 
 
 @ranks(4)
-@every_transport
+@pytest.mark.parametrize("transport", ["process group", "shared memory"])
 def test_groups_over_parts_of_the_world(rank: int, world: int, transport: str) -> None:
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -101,12 +101,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[ShardwiseError], str]] = {
         "(unit 'Sequential'). Ignore the parameter too, or do not ignore the module."),
     "policy": (lambda: _wrap(TinyMLP(), auto_wrap_policy=3), OptionTypeError,
         "shardwise: auto_wrap_policy is neither a policy nor callable: expected a policy of shardwise.wrap, "
-        "or a callable, got int."),
+        "or a callable, got int. For classes of modules pass ModuleWrapPolicy({Block, ...})."),
+    "group": (lambda: _wrap(TinyMLP(), process_group=2), OptionTypeError,
+        "shardwise: process_group has the wrong type: expected a ProcessGroup, or a pair of them, got int. "
+        "Make one with dist.new_group(ranks)."),
+    "policy_of_the_other_front_end": (
+        lambda: _wrap(TinyMLP(), mixed_precision=shardwise.MixedPrecisionPolicy()), OptionTypeError,
+        "shardwise: mixed_precision has the wrong type: expected shardwise.MixedPrecision or NoneType, got "
+        "shardwise.plan.options.MixedPrecisionPolicy. That class belongs to fully_shard."),
     "param_init_fn": (lambda: _wrap(TinyMLP(), param_init_fn=3), OptionTypeError,
         "shardwise: param_init_fn must be callable: expected a callable that takes a module, got int."),
     "strategy": (lambda: _wrap(TinyMLP(), sharding_strategy="FULL_SHARD"), OptionTypeError,
         "shardwise: sharding_strategy has the wrong type: expected shardwise.ShardingStrategy, "
-        "got builtins.str. Import the companion classes from shardwise."),
+        "got builtins.str."),
     "strategy_of_the_peer": (
         lambda: _wrap(TinyMLP(), sharding_strategy=peer.ShardingStrategy.FULL_SHARD), OptionTypeError,
         "shardwise: sharding_strategy has the wrong type: expected shardwise.ShardingStrategy, got "
@@ -121,7 +128,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[ShardwiseError], str]] = {
     "policy_of_the_peer": (
         lambda: fully_shard(TinyMLP(), mp_policy=peer.MixedPrecisionPolicy()), OptionTypeError,
         "shardwise: mp_policy has the wrong type: expected shardwise.MixedPrecisionPolicy, got "
-        "torch.distributed.fsdp.MixedPrecisionPolicy."),
+        "torch.distributed.fsdp.MixedPrecisionPolicy. Import the companion classes from shardwise."),
     "offload_policy": (lambda: fully_shard(TinyMLP(), offload_policy=True), OptionTypeError,
         "shardwise: offload_policy has the wrong type: expected shardwise.OffloadPolicy, got builtins.bool."),
     "reshard": (lambda: fully_shard(TinyMLP(), reshard_after_forward="yes"), OptionTypeError, ""),

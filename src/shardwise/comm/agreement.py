@@ -16,8 +16,11 @@ from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, PeerError
 
-__all__ = ["REDUCIBLE", "Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
+__all__ = ["LOOK_THERE", "REDUCIBLE", "Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
            "require_fit", "require_reducible", "scatter_call", "tensor_call"]
+
+LOOK_THERE = "Look at the output of that rank first; this rank only noticed. It may also have run fewer steps."
+"""What to do about a lost peer."""
 
 DescribeTag = Callable[[int], str]
 """Translates a tag into the name of what it stands for (a unit)."""
@@ -134,4 +137,4 @@ def peer_error(text: str, call: Call, members: Sequence[int], describe: Describe
     """A peer died or does not answer while ``call`` runs; ``words``: what it said at last."""
     ranks = ", ".join(map(str, members))
     return PeerError(f"{text} during {call.subject(describe)} in the group of ranks {ranks}{words}",
-                     remedy="Look at the output of that rank first; this rank only noticed.")
+                     remedy=LOOK_THERE)

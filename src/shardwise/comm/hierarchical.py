@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def hosts_in_order(hosts: Sequence[str]) -> int | None:
 
 
 class HierarchicalCollectives(Collectives):
-    """Collectives of ``group``, whose ranks lie on ``hosts`` hosts. Making it is collective.
+    """Collectives of ``group``, all ranks there are, on ``hosts`` hosts. Making it is collective.
 
     ``arena``, ``timeout_s``: as for shared memory. Raises ``SharedMemoryUnavailable``, on all ranks
     or on none.
@@ -62,8 +63,9 @@ class HierarchicalCollectives(Collectives):
         self.members = tuple(dist.get_process_group_ranks(group))
         self._hosts, self._width = hosts, self.size // hosts
         self._host, lane = divmod(self.rank, self._width)
-        near = self.members[self._host * self._width : (self._host + 1) * self._width]
-        self._small = _small_groups(group, near, self.members[lane :: self._width])
+        if self.size != dist.get_world_size():
+            raise SharedMemoryUnavailable("the group has only some of the ranks", one_host=False)
+        self._small = _small_groups(group, hosts, self._host, lane)
         inside = _inside(self._small.host, group, arena, timeout_s)
         if inside is None:
             raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
@@ -201,11 +203,16 @@ class HierarchicalCollectives(Collectives):
 
 
 class _SmallGroups:
-    """The gloo groups of this rank's host and of its column."""
+    """The gloo groups of this rank's host and of its column.
 
-    def __init__(self, host: Sequence[int], column: Sequence[int]) -> None:
-        # every rank makes one of each, so none waits for others
-        self._groups = [_new_group(host), _new_group(column)]
+    All ranks make all of them, in one order. Making only one's own (``use_local_synchronization``)
+    hangs where ranks belong to different numbers of groups, since torch names a group after that number.
+    """
+
+    def __init__(self, hosts: int, host: int, lane: int) -> None:
+        ranks = torch.arange(dist.get_world_size()).view(hosts, -1)
+        every = [[_new_group(row) for row in table.tolist()] for table in (ranks, ranks.T)]
+        self._groups = [every[0][host], every[1][lane]]
 
     @property
     def host(self) -> dist.ProcessGroup:
@@ -229,10 +236,8 @@ class _SmallGroups:
         return self._groups[place]
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def _new_group(ranks: Sequence[int]) -> Any:
+    return dist.new_group(list(ranks), backend="gloo")
 
 
 # Kept as long as their group: c10d would give a second small group of the same ranks the name, and
@@ -240,9 +245,9 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 _SMALL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _SmallGroups] = weakref.WeakKeyDictionary()
 
 
-def _small_groups(group: dist.ProcessGroup, host: Sequence[int], column: Sequence[int]) -> _SmallGroups:
+def _small_groups(group: dist.ProcessGroup, hosts: int, host: int, lane: int) -> _SmallGroups:
     if group not in _SMALL_GROUPS:
-        _SMALL_GROUPS[group] = _SmallGroups(host, column)
+        _SMALL_GROUPS[group] = _SmallGroups(hosts, host, lane)
     return _SMALL_GROUPS[group]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore
 
 from ..errors import PeerError
 from ..torch_private import group_timeout
+from .agreement import LOOK_THERE
 from .last_words import absent, introduce, lost
 
 __all__ = ["Peers"]
@@ -97,4 +98,4 @@ def _patient() -> Any:
 
 def _lost(members: Sequence[int], error: Exception) -> PeerError:
     who, words = lost(members, error)
-    return PeerError(who + words, remedy="Look at the output of that rank first; this rank only noticed.")
+    return PeerError(who + words, remedy=LOOK_THERE)

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..errors import CommunicationError, PeerError
+from .agreement import LOOK_THERE
 from .arena import Arena, Segment
 from .last_words import lost
 
@@ -166,7 +167,7 @@ def _exchange(group: dist.ProcessGroup, value: _T) -> list[_T]:
         members = dist.get_process_group_ranks(group)
         who, words = lost(members, error)
         raise PeerError(f"{who} while ranks {', '.join(map(str, members))} came together{words}",
-                        remedy="Look at the output of that rank first; this rank only noticed.") from error
+                        remedy=LOOK_THERE) from error
     return values  # type: ignore[return-value]
 
 

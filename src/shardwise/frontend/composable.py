@@ -23,6 +23,7 @@ from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.execution import ExecutionGroups
 from ..plan.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Precision
 from ..plan.state_options import StateDictType
+from .companions import companion_remedy
 from .execution import agree_on_groups
 from .module import FSDPModule
 from .placing import device_of
@@ -162,10 +163,12 @@ def _check_types(reshard: Any, placement: Any, mp_policy: Any, offload: Any) -> 
         )
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise OptionTypeError("mp_policy has the wrong type", expected="shardwise.MixedPrecisionPolicy",
-                              got=type(mp_policy).__module__ + "." + type(mp_policy).__name__)
+                              got=type(mp_policy).__module__ + "." + type(mp_policy).__name__,
+                              remedy=companion_remedy(mp_policy, "FullyShardedDataParallel"))
     if offload is not None and not isinstance(offload, OffloadPolicy):
         raise OptionTypeError("offload_policy has the wrong type", expected="shardwise.OffloadPolicy",
-                              got=type(offload).__module__ + "." + type(offload).__name__)
+                              got=type(offload).__module__ + "." + type(offload).__name__,
+                              remedy=companion_remedy(offload, "FullyShardedDataParallel"))
 
 
 def _check_groups(groups: Any, modules: Sequence[nn.Module]) -> None:

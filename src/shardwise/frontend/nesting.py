@@ -41,9 +41,10 @@ def wrap_below(
         # of its own, such a unit has nothing that a narrower wire could be asked for
         policy = ApartPolicy(policy, tuple(mp._module_classes_to_ignore),
                              mixed_precision=replace(mp, reduce_dtype=None))
-        if any(isinstance(m, tuple(mp._module_classes_to_ignore)) for m in module.modules()):
-            warnings.warn("shardwise: modules that mixed precision leaves alone become units of their own",
-                          stacklevel=4)
+        kinds = {type(m).__name__ for m in module.modules() if isinstance(m, tuple(mp._module_classes_to_ignore))}
+        if kinds:
+            warnings.warn(f"shardwise: modules that mixed precision leaves alone ({', '.join(sorted(kinds))}) become "
+                          "units of their own", stacklevel=5)
     inherited = options.as_arguments()
     if not options.sync_module_states and not isinstance(options.param_init_fn, LeftToOuter):
         inherited["param_init_fn"] = LeftToOuter(options.param_init_fn)

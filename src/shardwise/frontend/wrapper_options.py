@@ -23,6 +23,7 @@ from ..errors import ConfigurationError, OptionTypeError
 from ..plan.execution import ExecutionGroups
 from ..plan.options import BackwardPrefetch, CPUOffload, MixedPrecision, Precision, ShardingStrategy
 from ..plan.policies import Policy
+from .companions import companion_remedy
 from .materialise import Initialiser, LeftToOuter
 
 __all__ = ["WrapperOptions", "check_options", "choices_of", "groups_of", "initialiser_of"]
@@ -80,13 +81,18 @@ def check_options(module: Any, options: WrapperOptions, policy: Any) -> None:
                                    else k.__name__ for k in kinds)
             raise OptionTypeError(f"{name} has the wrong type", expected=expected,
                                   got=f"{type(value).__module__}.{type(value).__name__}",
-                                  remedy="Import the companion classes from shardwise.")
+                                  remedy=companion_remedy(value, "fully_shard"))
     if options.param_init_fn is not None and not callable(options.param_init_fn):
         raise OptionTypeError("param_init_fn must be callable", expected="a callable that takes a module",
                               got=type(options.param_init_fn).__name__)
     if policy is not None and not callable(policy) and not isinstance(policy, (Policy, ExecutionGroups)):
         raise OptionTypeError("auto_wrap_policy is neither a policy nor callable",
-                              expected="a policy of shardwise.wrap, or a callable", got=type(policy).__name__)
+                              expected="a policy of shardwise.wrap, or a callable", got=type(policy).__name__,
+                              remedy="For classes of modules pass ModuleWrapPolicy({Block, ...}).")
+    group = options.process_group
+    if group is not None and not isinstance(group, (dist.ProcessGroup, tuple, list)):
+        raise OptionTypeError("process_group has the wrong type", expected="a ProcessGroup, or a pair of them",
+                              got=type(group).__name__, remedy="Make one with dist.new_group(ranks).")
     if options.process_group is not None and options.device_mesh is not None:
         raise ConfigurationError("process_group and device_mesh exclude each other", expected="one of them",
                                  got="both", remedy="Pass only device_mesh.")
