@@ -109,6 +109,9 @@ class CountingCollectives(Collectives):
         self.traffic.record("all_to_all", [full], self.size, tag)
         return self.transport.all_to_all(out, full, received, sent, tag=tag)
 
+    def compare_calls(self, on: bool) -> None:
+        self.transport.compare_calls(on)
+
     def barrier(self) -> None:
         self.traffic.record("barrier", [], self.size)
         self.transport.barrier()

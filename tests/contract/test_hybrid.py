@@ -353,7 +353,7 @@ def test_a_pair_is_needed_and_only_for_hybrid() -> None:
         FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     with pytest.raises(ConfigurationError, match="needs two groups"):
         FullyShardedDataParallel(
-            nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=object())  # type: ignore
+            nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(object(),))  # type: ignore
 
 
 @ranks(2)
