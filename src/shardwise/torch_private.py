@@ -3,6 +3,8 @@
 A new torch release is checked here and nowhere else.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -106,16 +108,16 @@ def never_traced(function: _Function) -> _Function:
     The public ``torch.compiler.disable`` costs a wrapper at every call, compiled or not, and loads
     the compiler. This marks the code itself.
     """
-    return _marked(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
+    return _marked(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def passed_through(function: _Function) -> _Function:
     """Compile nothing of ``function`` itself, but what it calls."""
-    return _marked(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
+    return _marked(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _marked(function: _Function, inside: Any) -> _Function:
-    machinery: Any = torch._C._dynamo.eval_frame
+    machinery: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     strategy = machinery._FrameExecStrategy(machinery._FrameAction.SKIP, inside)
     machinery.set_code_exec_strategy(function.__code__, strategy)
     return function

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..errors import PeerError
 from ..torch_private import group_timeout

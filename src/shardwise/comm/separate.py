@@ -20,5 +20,5 @@ def separate_from(transport: Collectives, device: torch.device) -> Collectives:
     if transport.size == 1:
         return transport
     if transport not in _GROUPS:
-        _GROUPS[transport] = dist.new_group(list(transport.members), use_local_synchronization=True)
+        _GROUPS[transport] = dist.new_group(list(transport.members), use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
     return collectives_for(_GROUPS[transport], device)

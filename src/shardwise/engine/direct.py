@@ -57,7 +57,7 @@ class EnteredCall:
         """Without a unit: it calls the class's method, until a copied unit puts its own here."""
         module = self._module()
         copied = memo.get(id(module))
-        return EnteredCall(copied if copied is not None else module, self.name, None)
+        return EnteredCall(copied if copied is not None else module, self.name, None)  # pyright: ignore[reportArgumentType]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise LifecycleError(

@@ -77,7 +77,7 @@ class UnitHooks:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Enter the unit; outside the graph where a compiler looks on."""
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._before)(args, kwargs)
+            return torch.compiler.disable(self._before)(args, kwargs)  # pyright: ignore[reportCallIssue]
         return self._before(args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class UnitHooks:
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Leave the unit; also called when forward raised, with ``output`` None."""
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._after)(args, kwargs, output)
+            return torch.compiler.disable(self._after)(args, kwargs, output)  # pyright: ignore[reportCallIssue]
         return self._after(args, kwargs, output)
 
     def _after(self, args: Any, kwargs: Any, output: Any) -> Any:

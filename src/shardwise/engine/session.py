@@ -44,7 +44,7 @@ class Session:
         self._ended: Unit | None = None  #: the unit whose forward ended last
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         for unit in self.units:
-            unit.on_first_gradient = self.begin_backward
+            unit.on_first_gradient = self.begin_backward  # pyright: ignore[reportAttributeAccessIssue]
             unit.collector.patient = unit is root and len(self.units) > 1
 
     def _move(self, to: Pass) -> None:

@@ -162,7 +162,7 @@ def _copy_storage(storage: FlatStorage, memo: Memo) -> FlatStorage:
 def _rebind_methods(unit: Unit) -> None:
     """Let methods that were registered as entrances enter the copied unit."""
     for _, module in unit.own_modules:
-        table = cast("dict[str, Any]", module.__dict__)
+        table = cast("dict[str, Any]", module.__dict__)  # pyright: ignore[reportUnnecessaryCast]
         for name, value in list(table.items()):
             if isinstance(value, EnteredCall) and name != "forward":
                 table[name] = EnteredCall(module, name, unit)

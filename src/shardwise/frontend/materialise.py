@@ -149,7 +149,7 @@ class _Task:
                                        dtype=storage.stored_dtype, device="meta")
             memory = _unset(like, device or storage.compute_device)
         made = nn.Parameter(memory, user.requires_grad)
-        made.__dict__.update(user.__dict__)
+        made.__dict__.update(user.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
         return made
 
     def _keep(self, name: str, value: Tensor, done: set[Any]) -> None:

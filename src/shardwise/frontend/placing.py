@@ -46,12 +46,12 @@ def move_to_device(
 
 def _as_device(device_id: int | torch.device) -> torch.device:
     if isinstance(device_id, torch.device):
-        if device_id.type != "cpu" and device_id.index is None:
+        if device_id.type != "cpu" and device_id.index is None:  # pyright: ignore[reportUnnecessaryComparison]
             index = torch.get_device_module(device_id).current_device()
             return torch.device(device_id.type, index)
         return device_id
     kind = torch.accelerator.current_accelerator()
-    return torch.device(kind.type if kind is not None else "cpu", device_id if kind is not None else None)
+    return torch.device(kind.type if kind is not None else "cpu", device_id if kind is not None else None)  # pyright: ignore[reportArgumentType]
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:

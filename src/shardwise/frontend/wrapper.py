@@ -178,7 +178,7 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
         """Run the wrapped module; its hooks gather and free."""
         return self.__dict__["_wrapped"](*args, **kwargs)
 
-    def named_modules(
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """The wrapper and the wrapped module under one name, then everything below.
@@ -247,7 +247,7 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.module._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.module._load_from_state_dict(*args)
 
     def extra_repr(self) -> str:

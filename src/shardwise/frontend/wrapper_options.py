@@ -141,7 +141,7 @@ def _groups_by_node() -> GroupPair:
         shard, _ = dist.new_subgroups(local)
         ranks = [list(range(first, size, local)) for first in range(local)]
         replicate, _ = dist.new_subgroups_by_enumeration(ranks)
-        _NODE_GROUPS[world] = (shard, replicate)
+        _NODE_GROUPS[world] = (shard, replicate)  # pyright: ignore[reportArgumentType]
     return _NODE_GROUPS[world]
 
 

@@ -240,7 +240,7 @@ class FlatStorage:
         shape = self.layout.parameters[index].shape
         view = self.full.as_strided(shape, self.formats[index].strides(shape), self.layout.offsets[index])
         leaf = nn.Parameter(as_used(self.owned[index], view.data), self.parameters[index].requires_grad)
-        leaf.__dict__.update(self.parameters[index].__dict__)
+        leaf.__dict__.update(self.parameters[index].__dict__)  # pyright: ignore[reportAttributeAccessIssue]
         return leaf
 
     def replace_parameter(self, seen: Visible, found: nn.Parameter) -> None:

@@ -88,7 +88,7 @@ class PartialNorm(Tensor):
     @staticmethod
     def of(local: Tensor, order: float, comm: AllReduces) -> PartialNorm:
         """From the norm of this rank's rows."""
-        made = cast("PartialNorm", local.as_subclass(PartialNorm))
+        made = cast("PartialNorm", local.as_subclass(PartialNorm))  # pyright: ignore[reportUnnecessaryCast]
         made.order, made.comm = order, comm
         return made
 
@@ -118,7 +118,7 @@ class PartialNorms(Tensor):
     def of(parts: Sequence[Tensor]) -> PartialNorms:
         """From what was given to ``torch.stack``."""
         values = torch.stack([plain(part) for part in parts])
-        made = cast("PartialNorms", values.as_subclass(PartialNorms))
+        made = cast("PartialNorms", values.as_subclass(PartialNorms))  # pyright: ignore[reportUnnecessaryCast]
         made.parts = list(parts)
         return made
 
@@ -229,7 +229,7 @@ def _check_and_unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 _NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 _KEEPS_PARTIAL: frozenset[Any] = frozenset({
     Tensor.to, Tensor.detach, Tensor.dim, Tensor.size,
-    *(cast("Any", getattr(Tensor, name)).__get__
+    *(cast("Any", getattr(Tensor, name)).__get__  # pyright: ignore[reportUnnecessaryCast]
       for name in ("device", "dtype", "shape", "is_cuda", "layout")),
 })
 _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {

@@ -121,12 +121,12 @@ def _change_class(storage: FlatStorage, table: dict[type, type]) -> None:
         kind = parameter.__class__
         if kind is not last:
             last, new = kind, table.get(kind, kind)
-        parameter.__class__ = new
+        parameter.__class__ = new  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _READS: frozenset[Any] = frozenset({
     Tensor.detach, Tensor.requires_grad_,
-    *(cast("Any", getattr(Tensor, name)).__get__ for name in ("data", "grad", "shape", "dtype", "device",
+    *(cast("Any", getattr(Tensor, name)).__get__ for name in ("data", "grad", "shape", "dtype", "device",  # pyright: ignore[reportUnnecessaryCast]
                                                             "requires_grad", "is_leaf")),
 })
 

@@ -152,7 +152,7 @@ def withdraw(parameter: nn.Parameter) -> None:
     """Forget ``parameter``: it is an ordinary one again."""
     _HOMES.pop(parameter, None)
     if isinstance(parameter, ShardedParameter):
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def give_memory(parameter: nn.Parameter, memory: Tensor) -> None:
@@ -160,7 +160,7 @@ def give_memory(parameter: nn.Parameter, memory: Tensor) -> None:
     home = _HOMES.pop(parameter, None)  # two objects can only be swapped while nothing refers to them weakly
     made = nn.Parameter(memory, parameter.requires_grad)
     made.__class__ = parameter.__class__
-    made.__dict__.update(parameter.__dict__)
+    made.__dict__.update(parameter.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
     torch.utils.swap_tensors(parameter, made)
     if home is not None:
         _HOMES[parameter] = home

@@ -141,7 +141,7 @@ def take_local_part(entry: OwnedParameter, ranks: Iterable[int]) -> None:
     entry.parallel = ParallelPart(mesh, placements, tuple(parameter.shape))
     made = parameter.to_local().detach().as_subclass(TensorParallelParameter)
     made.requires_grad_(parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
+    made.__dict__.update(parameter.__dict__)  # pyright: ignore[reportAttributeAccessIssue]
     torch.utils.swap_tensors(parameter, made)
 
 

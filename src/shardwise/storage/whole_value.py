@@ -43,7 +43,7 @@ class WholeValue(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         parameter, storage, index = ctx.parameter, ctx.storage, ctx.index
         if index < 0:
             size = storage.layout.shard_numel

@@ -42,7 +42,7 @@ class WideGradients:
         table = torch.tensor([*self._flags(), self._code()], dtype=torch.int32, device=here)
         storage.comm.all_reduce(table, Reduction.MAX).wait()
         *anywhere, code = (int(value) for value in table.tolist())
-        self.whole = [None] * len(storage.parameters)
+        self.whole = [None] * len(storage.parameters)  # pyright: ignore[reportAttributeAccessIssue]
         if not any(anywhere):
             return
         self._dtype = _DTYPES[code]
