@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``outer``: how blocks run; ``span``: how all of them run together."""
+    """``outer``: how blocks run; ``span``: how all of them run together; ``order``: which run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +51,10 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 2)
         self.outer: Callable[..., Any] | None = None
         self.span: Callable[..., Any] | None = None
+        self.order = (0, 1, 2)
 
     def _all(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in (self.blocks[number] for number in self.order):
             x = block(x) if self.outer is None else self.outer(block, x)
         return x
 
@@ -125,6 +126,22 @@ def test_U90_A41_wherever_it_is_applied(front: str, kind: str, rank: int) -> Non
             net.outer = KINDS[kind] if "outer" in place else None
             net.span = KINDS[kind] if "span" in place else None
             _same(_losses_and_gradients(model), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("front", FRONTS)
+def test_U90_A41_a_block_that_runs_three_times(front: str, kind: str, rank: int) -> None:
+    """Each recompute may have a backward of its own, which brings a gradient to the same leaves."""
+
+    def share(net: Net) -> None:
+        net.order = (0, 0, 0)
+
+    model = _sharded(front, False, share)
+    getattr(model, "module", model).outer = KINDS[kind]
+    _, gradients = _losses_and_gradients(model)
+    _, expected = _losses_and_gradients(_sharded(front, False, share))
+    assert_same_tensors(gradients, expected, "gradient")  # added up in another order
 
 
 @ranks(2)

@@ -83,7 +83,7 @@ class Collector:
     def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes, on_first: Callable[[], None]) -> None:
         self._storages, self._lanes = storages, lanes  # the unit's own list: it may grow
         self._on_first = on_first
-        self._waiting: list[tuple[Target, Tensor]] = []
+        self._waiting: dict[Target, Tensor] = {}
         self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
         self._quiet: list[Target] = []  # those without a hook
@@ -187,28 +187,35 @@ class Collector:
         found = [target for target in self._quiet if target.leaf.grad is not None]
         if found:
             self._begin()
-            self._waiting += [(target, cast(Tensor, target.leaf.grad)) for target in found]
             for target in found:
+                self._wait(target, cast(Tensor, target.leaf.grad))
                 target.leaf.grad = None
 
     def _take(self, number: int, gradient: Tensor, large: bool) -> None:
         self._begin()
-        self._waiting.append((self.targets[number], gradient))
+        self._wait(self.targets[number], gradient)
         if large and not self.patient:
             with no_gradients():
                 self._flush()
 
+    def _wait(self, target: Target, gradient: Tensor) -> None:
+        """Let ``gradient`` wait, added to what waits already: backwards inside of backwards bring several."""
+        earlier = self._waiting.get(target)
+        if earlier is not None:  # sparse to dense, the other way torch refuses
+            gradient = gradient + earlier if earlier.is_sparse else earlier + gradient
+        self._waiting[target] = gradient
+
     def _flush(self) -> None:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
         self.open(keep=self.keep)
-        waiting, self._waiting = self._waiting, []
-        self._lanes.compute.note("collect", reads=[gradient for _, gradient in waiting], writes=[self.buffer])
-        fresh = [pair for pair in waiting if not pair[0].filled]
+        waiting, self._waiting = self._waiting, {}
+        self._lanes.compute.note("collect", reads=list(waiting.values()), writes=[self.buffer])
+        fresh = [pair for pair in waiting.items() if not pair[0].filled]
         if fresh:
             foreach_copy(*self._matched(fresh))
         if len(fresh) < len(waiting):
-            foreach_add(*self._matched([pair for pair in waiting if pair[0].filled]))
-        for target, _ in waiting:
+            foreach_add(*self._matched([pair for pair in waiting.items() if pair[0].filled]))
+        for target in waiting:
             target.filled = True
 
     def _matched(self, pairs: Sequence[tuple[Target, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -229,7 +236,7 @@ class Collector:
     @property
     def nbytes(self) -> int:
         """Bytes held by unsent gradients."""
-        waiting = [gradient for _, gradient in self._waiting]
+        waiting = list(self._waiting.values())
         waiting += [gradient for target in self._quiet if (gradient := target.leaf.grad) is not None]
         return sum(gradient.nbytes for gradient in waiting) + (self.buffer.nbytes if self.buffer is not None else 0)
 
