@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise
+from shardwise.checkpoint.model_tensors import model_tensors
 from shardwise.engine.collect import Collector
 from shardwise.engine.gather import Gather
 from shardwise.engine.reduce import Reducer
@@ -178,6 +180,47 @@ def test_C22_an_interrupt_runs_no_hooks(front: str, rank: int) -> None:
     for module in (net.inward, net.b0, net.b1[0], net.head):
         for register in (module.register_forward_pre_hook, module.register_forward_hook):
             _fails_then_works(plain, model, _hooked(register, interrupt), KeyboardInterrupt)
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_C22_what_follows_an_interrupt(front: str, rank: int) -> None:
+    """Whoever catches one saves the model first: it is at rest, and a forward that runs is left alone."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    _, model = _pair(front)
+    net = getattr(model, "module", model)
+    own, state = list(model.parameters()), {}
+
+    def interrupted(call: Callable[[], Any]) -> None:
+        with _hooked(net.b0.register_forward_pre_hook, interrupt), pytest.raises(KeyboardInterrupt):
+            model(_data(1))
+        call()
+        assert all(not unit.face.in_use for unit in units(model).values())
+
+    def summon() -> None:
+        with shardwise.summon_full_params(model):
+            pass
+
+    interrupted(lambda: state.update(model.state_dict()))
+    interrupted(lambda: model.load_state_dict(state))
+    interrupted(summon)
+    interrupted(lambda: copy.deepcopy(model))
+    interrupted(lambda: model_tensors(model))
+    seen: list[bool] = []
+    interrupted(lambda: seen.extend(a is b for a, b in zip(own, model.parameters(), strict=True)))
+    assert all(seen)
+
+    def look(*_: Any) -> None:
+        list(model.parameters())
+        seen.append(all(unit.face.in_use for unit in units(model).values() if not unit.fqn))
+
+    seen.clear()
+    with _hooked(net.b0.register_forward_pre_hook, look):
+        model(_data(1)).sum().backward()
+    assert seen == [True]
 
 
 @ranks(2)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..engine.build import owner_of, units_below
 from ..engine.hooks import Place, attach_state
+from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import CheckpointError
 from ..plan.state_options import FullStateDictConfig, StateDictSettings, StateDictType, settings_for
@@ -89,6 +90,7 @@ class UnitState:
     # ------------------------------------------------------------------ save
     def begin(self) -> None:
         """The state dict of the unit's root module begins."""
+        settle_unit(self.unit)
         self.whole_unit = True
 
     def save(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
@@ -153,6 +155,7 @@ class UnitState:
     def check(self, root: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Before anything is changed: can everything below the unit's root be loaded?"""
         unit = self.unit
+        settle_unit(unit)
         if unit.uses:
             raise CheckpointError("cannot load a state dict into a unit in use", unit=unit.name,
                                   remedy="Load outside of forward and backward.")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import owner_of, units_below
+from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import CheckpointError, name_list
 from ..storage.flat_storage import FLAT, FlatStorage
@@ -63,6 +64,7 @@ def settle(model: nn.Module) -> list[Unit]:
     found = [*(unit for _, unit in units_below(model)), *owners]
     units = list(dict.fromkeys(unit for unit in found if unit is not None))
     for unit in units:
+        settle_unit(unit)
         if unit.face.in_use or any(storage.widened for storage in unit.storages):
             raise CheckpointError(
                 "the parameters are gathered now", unit=unit.name,

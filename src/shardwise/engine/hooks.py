@@ -28,7 +28,7 @@ from .unit import Unit
 from .watch import Watched, nodes_of, watch, watch_input
 
 __all__ = [
-    "COPYING", "Place", "StateAdapter", "UnitHooks", "alias", "attach", "attach_places",
+    "COPYING", "Place", "StateAdapter", "UnitHooks", "abandon", "alias", "attach", "attach_places",
     "attach_state", "detach", "hooks_of", "keep_precision", "take_hooks_off", "unit_of",
 ]
 
@@ -84,7 +84,7 @@ class UnitHooks:
         session = self.session or self._join()
         unit = self.unit
         if self._open and running(unit.modules) <= len(self._open):
-            self._abandon(session)
+            abandon(session)
         self._failed, depth = True, len(session.open)
         try:
             session.enter_forward(unit)
@@ -100,16 +100,6 @@ class UnitHooks:
         self._failed = False
         self._open.append(watched)
         return args, kwargs
-
-    @staticmethod
-    def _abandon(session: Session) -> None:
-        """Forwards were left without a word (an interrupt runs no hooks)."""
-        session.recover()
-        for unit in session.units:
-            for module in unit.modules:
-                hooks = hooks_of(module)
-                if hooks is not None:
-                    hooks._open.clear()
 
     def _join(self) -> Session:
         self.session = self._start_session(self.unit)
@@ -152,6 +142,16 @@ class UnitHooks:
         """Gradients reached the watched input of ``call``."""
         assert self.session is not None
         self.session.leave_backward(call)
+
+
+def abandon(session: Session) -> None:
+    """Forwards were left without a word (an interrupt runs no hooks)."""
+    session.recover()
+    for unit in session.units:
+        for module in unit.modules:
+            hooks = hooks_of(module)
+            if hooks is not None:
+                hooks._open.clear()
 
 
 class _KeepPrecision:

@@ -17,6 +17,7 @@ from ..engine.build import start_session, units_below
 from ..engine.direct import EnteredCall, show_at_rest
 from ..engine.hooks import COPYING, attach, take_hooks_off, unit_of
 from ..engine.precision import kept_modules
+from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import LifecycleError
 from ..plan.ownership import OwnedParameter, Slot
@@ -77,6 +78,7 @@ def refuse_pickling(module: nn.Module) -> Any:
 
 
 def _check(unit: Unit) -> None:
+    settle_unit(unit)
     if unit.face.in_use:
         raise LifecycleError("a unit cannot be copied while it is in use", unit=unit.name,
                              remedy="Copy the model outside of forward and backward.")

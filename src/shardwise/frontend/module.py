@@ -11,6 +11,7 @@ from ..checkpoint.model_tensors import clean_name
 from ..engine.build import session_of, start_session, units_below
 from ..engine.hooks import unit_of
 from ..engine.session import Session
+from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import LifecycleError, OptionTypeError
 from .communication import CommunicationMethods
@@ -36,11 +37,10 @@ def session_at(module: nn.Module) -> Session:
 
 
 def settle(module: nn.Module) -> None:
-    """If a backward of ``module`` was left by an exception, throw the iteration away."""
+    """If a backward of ``module`` was left by an exception, or a forward by an interrupt, throw it away."""
     unit = unit_of(module)
-    session = session_of(unit) if unit is not None else None
-    if session is not None:
-        session.settle()
+    if unit is not None:
+        settle_unit(unit)
 
 
 class UnshardHandle:
@@ -82,7 +82,7 @@ class FSDPModule(CommunicationMethods):
         """Free this unit's gathered parameters."""
         module: Any = self
         unit = unit_at(module)
-        session_at(module).settle()
+        settle_unit(unit)
         if unit.uses:
             raise LifecycleError("cannot reshard a unit that is in use", unit=unit.name,
                                  remedy="Call reshard() outside forward and backward.")

@@ -12,6 +12,7 @@ from torch import nn
 from ..comm.collectives import Reduction
 from ..engine.build import owner_of, session_of, units_below
 from ..engine.hooks import unit_of
+from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import LifecycleError, OptionTypeError, WritebackError
 from ..plan.lifecycle import Pass
@@ -147,9 +148,8 @@ def _joins(unit: Unit, options: WideningOptions) -> bool:
 
 
 def _require_rest(unit: Unit) -> None:
+    settle_unit(unit)
     session = session_of(unit)
-    if session is not None:
-        session.settle()
     if unit.face.in_use or in_backward() or (session is not None and session.pass_ is not Pass.REST):
         raise LifecycleError(
             "summon_full_params inside forward or backward", unit=unit.name, expected="a model at rest",
