@@ -24,7 +24,7 @@ from shardwise.engine.settings import Schedule, Settings
 from shardwise.engine.unit import Unit
 from shardwise.plan.lifecycle import Residency
 from shardwise.plan.options import BackwardPrefetch, Precision
-from tests.bed.recording import Race, Recorder, recorded
+from tests.bed.recording import Race, Recorder, RecordingLane, recorded
 
 SCHEDULES = {
     "pre": Schedule(BackwardPrefetch.BACKWARD_PRE, forward=False),
@@ -132,6 +132,21 @@ def test_B19_a_gather_at_rest_follows_the_optimizer() -> None:
         session.gather(units[0])
         units[0].reshard()
         session.gather(units[1])
+
+
+def test_U37_after_an_evaluation_the_host_may_change_offloaded_shards() -> None:
+    """Copies from the host to the device are over when a forward without gradients returns."""
+    finished: list[str] = []
+    finish = patch.object(RecordingLane, "finish", lambda lane: finished.append(lane.name))
+    with recorded(), finish:
+        for offload in (False, True):
+            model = nn.Linear(4, 4)
+            build_unit([model], Choices(Groups(Overlapping(0, 2)), torch.device("cpu"), offload=offload))
+            model(torch.ones(2, 4)).sum().backward()
+            assert finished == []
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+    assert finished == ["gather"]
 
 
 def test_A20_an_edit_inside_forward_is_seen_by_the_gather() -> None:

@@ -43,6 +43,10 @@ class Lane(ABC):
     def wait(self, mark: Any) -> None:
         """Work issued on this lane from now on starts after ``mark``."""
 
+    def finish(self) -> None:
+        """Let the host wait until all work issued on this lane is done."""
+        return None
+
     def note(self, what: str, reads: Sequence[object] = (), writes: Sequence[object] = ()) -> None:
         """State the memory that the next piece of work touches (for checks only)."""
         return None
@@ -100,6 +104,9 @@ class StreamLane(Lane):
     def wait(self, mark: Any) -> None:
         if mark is not None:
             self._current().wait_event(mark)
+
+    def finish(self) -> None:
+        self._current().synchronize()
 
 
 @dataclass(frozen=True)

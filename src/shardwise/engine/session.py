@@ -43,6 +43,7 @@ class Session:
         self.guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
+        self._offloaded = any(storage.place.offload for unit in self.units for storage in unit.storages)
         for unit in self.units:
             unit.on_first_gradient = self.begin_backward  # pyright: ignore[reportAttributeAccessIssue]
             unit.collector.patient = unit is root and len(self.units) > 1
@@ -151,6 +152,8 @@ class Session:
                 self.residents.release(unit)
         if not torch.is_grad_enabled():
             self.residents.drain(keep=0)
+            if self._offloaded:
+                self.lanes.gather.finish()  # the host may change at once what copies were made from
 
     def _prefetch_forward(self, unit: Unit) -> None:
         place = len(self._started)
