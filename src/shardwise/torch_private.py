@@ -7,6 +7,8 @@ A new torch release is checked here and nowhere else.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ __all__ = [
     "AgreeingGradScaler",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
+    "Wish",
     "allow_gradient_dtype",
     "bare_tensor",
     "base_of",
@@ -48,12 +51,14 @@ __all__ = [
     "run_post_accumulate_hooks",
     "scaler_check",
     "swap_storage",
+    "torch_wants_whole",
     "with_gradient_hooks",
     "without_torch_function",
 ]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Wish = tuple[nn.Module, bool]
 
 _GATHER, _REDUCE_SCATTER = AllgatherOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _REDUCE_SCATTER.asyncOp = True
@@ -258,6 +263,21 @@ def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requir
 
 #: a class with this ``__torch_function__`` sees operations once, in ``__torch_dispatch__``
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def torch_wants_whole() -> Wish | None:
+    """Of which model ``torch.distributed.checkpoint.state_dict`` makes a full state dict on this thread now, and
+    does only rank 0 keep it? It has no place to say so: it calls ``state_dict()`` and gathers ``DTensor``s alone.
+    """
+    helpers = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    makers = [getattr(helpers, f"_get_{what}_state_dict", None) for what in ("model", "optim")]
+    codes = [inspect.unwrap(maker).__code__ for maker in makers if maker is not None]
+    frame = sys._getframe(1) if codes else None
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    if frame is None or not frame.f_locals["info"].full_state_dict:
+        return None
+    return frame.f_locals["model"], frame.f_locals["info"].cpu_offload
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):

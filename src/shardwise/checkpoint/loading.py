@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..comm.peers import Peers
 from ..engine.unit import Unit
 from ..errors import CheckpointError
+from .adoption import adopt
 from .extra_state import modules_to_set, set_extra_states
 from .fit import DtypeMap, NameMap, fit_model
 from .model_tensors import ModelTensor, local_rows, settle, undivided_tensors
@@ -175,6 +176,7 @@ class _Saved:
         if "optimizer" not in self._state:
             raise CheckpointError(f"there is no optimizer state in {self._source.folder}",
                                   remedy="Load the model without the optimizer.")
+        adopt(optimizer)
         found, _ = self._source.tensors("optimizer")
         return OptimizerRestore(tensors, optimizer, self._state["optimizer"], found, strict=strict)
 

@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..plan.state_options import FullStateDictConfig, StateDictSettings, StateDictType, settings_for
 from ..storage.faces import Showing
 from ..storage.flat_storage import FlatStorage
-from ..torch_private import is_persistent_buffer
+from ..torch_private import Wish, is_persistent_buffer, torch_wants_whole
 from .matching import check_values, share_tied
 from .rows import record_of, rows_from, rows_now, write_rows
 from .wholes import wholes_for
@@ -98,11 +98,14 @@ class UnitState:
         for unit in (self.unit, *self.unit.needs):
             unit.take_over_edits(adopt=False)
         behind_flat: dict[str, Any] = {}
+        wish = torch_wants_whole()
         for showing in place.showings:
             key = prefix + showing.name
             held = destination.get(key)
             tracked = isinstance(held, nn.Parameter) and held.requires_grad  # keep_vars
-            value = self._value(showing, destination, requires_grad=tracked)
+            value = self._value(showing, destination) if wish is None else self._whole(showing, destination, wish)
+            if value is not None and tracked and value.is_floating_point():
+                value.requires_grad_()
             if showing.storage.hidden and value is not None:
                 behind_flat[key] = value
             elif held is not None and value is not None:
@@ -112,23 +115,30 @@ class UnitState:
         self._save_buffers(place, destination, prefix)
         _put_first(destination, prefix, behind_flat)
 
-    def _value(self, showing: Showing, destination: dict[str, Any], *, requires_grad: bool) -> Tensor | None:
+    def _value(self, showing: Showing, destination: dict[str, Any]) -> Tensor | None:
         storage, index = showing.storage, showing.index
         kind, host = self.settings.state_dict_type, self.settings.state_dict_config.offload_to_cpu
         if kind is StateDictType.FULL_STATE_DICT:
-            owner = owner_of(storage.parameters[index]) or self.unit
-            value = wholes_for(destination).get(
-                storage, index, unit_at_once=state_of(owner).whole_unit, host=host, keep=self._keeps)
+            value = self._gathered(showing, destination, host=host, keep=self._keeps)
         elif kind is StateDictType.LOCAL_STATE_DICT:
             value = rows_now(storage, index).detach()
         else:
             value = record_of(storage, index)
             value = value.clone() if self.snapshot else value
-        if value is not None and host:
-            value = value.cpu()
-        if value is not None and requires_grad and value.is_floating_point():
-            value.requires_grad_()
-        return value
+        return value.cpu() if value is not None and host else value
+
+    def _whole(self, showing: Showing, destination: dict[str, Any], wish: Wish) -> Tensor:
+        """For torch's helper, which drops what a rank does not keep, misses keys that are not there, and sends
+        memory as it is."""
+        _, only_first = wish
+        value = self._gathered(showing, destination, host=only_first, keep=self.is_main or not only_first)
+        return record_of(showing.storage, showing.index) if value is None else value.contiguous()
+
+    def _gathered(self, showing: Showing, destination: dict[str, Any], *, host: bool, keep: bool) -> Tensor | None:
+        storage, index = showing.storage, showing.index
+        owner = owner_of(storage.parameters[index]) or self.unit
+        return wholes_for(destination).get(
+            storage, index, unit_at_once=state_of(owner).whole_unit, host=host, keep=keep)
 
     def _save_buffers(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
         host = self.settings.state_dict_config.offload_to_cpu

@@ -17,6 +17,7 @@ from ..plan.state_options import (
     StateDictType,
     settings_for,
 )
+from .adoption import adopt
 from .from_rank_zero import spread_optimizer_state
 from .model_tensors import model_tensors
 from .optimizer_contents import owners_by_parameter
@@ -32,6 +33,7 @@ def get_state(
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state, or that of ``given`` in its place, by FQN."""
+    adopt(optimizer)
     source = optimizer if given is None else with_state(optimizer, given)
     return optimizer_state(model, source, settings)
 
@@ -41,6 +43,7 @@ def to_load(
     settings: StateDictSettings, *, named: bool, directly: bool,
 ) -> dict[str, Any]:
     """What ``optimizer.load_state_dict`` takes; keyed by FQN if ``named``; loaded if ``directly``."""
+    adopt(optimizer)
     config = settings.optim_state_dict_config
     if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
         given = spread_optimizer_state(model, given or None)
@@ -82,12 +85,14 @@ def full_state(
 ) -> dict[str, Any]:
     """The full state, on the host."""
     optimizer_for(model, optimizer, optim_input)  # warns
+    adopt(optimizer)
     config = FullOptimStateDictConfig(rank0_only=rank0_only)
     return optimizer_state(model, optimizer, settings_for(StateDictType.FULL_STATE_DICT, None, config))
 
 
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state as records, where they are."""
+    adopt(optimizer)
     settings = settings_for(StateDictType.SHARDED_STATE_DICT, None,
                             ShardedOptimStateDictConfig(offload_to_cpu=False))
     return optimizer_state(model, optimizer, settings)

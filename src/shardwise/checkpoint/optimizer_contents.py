@@ -53,8 +53,8 @@ def owners_by_parameter(tensors: list[ModelTensor], optimizer: torch.optim.Optim
 
     def owners(group: int, place: int, parameter: nn.Parameter) -> list[ModelTensor]:
         home = home_of(parameter)
-        if home is not None and home[1] == FLAT:
-            indices = range(len(home[0].parameters))
+        if home is not None and (home[1] == FLAT or home[0].hidden):
+            indices = range(len(home[0].parameters)) if home[1] == FLAT else [home[1]]
             found = [by_place[id(home[0]), i] for i in indices if (id(home[0]), i) in by_place]
         else:
             found = [by_object[id(parameter)]] if id(parameter) in by_object else []

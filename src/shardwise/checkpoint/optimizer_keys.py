@@ -14,6 +14,7 @@ from ..errors import CheckpointError, OptionTypeError
 from ..plan.state_options import OptimStateKeyType
 from .model_tensors import model_tensors
 from .optimizer_contents import owners_by_parameter
+from .optimizer_rows import taken
 
 __all__ = ["StandIn", "optimizer_for", "rekey", "with_state"]
 
@@ -49,7 +50,7 @@ def optimizer_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, opt
 def with_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Any:
     """``optimizer`` with the state and options of ``state_dict``, as ``optimizer.state_dict()`` has them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {parameters[number]: values for number, values in state_dict["state"].items()}
+    state = {parameters[number]: taken(parameters[number], values) for number, values in state_dict["state"].items()}
     given = state_dict.get("param_groups") or optimizer.param_groups
     groups = [{**options, "params": group["params"]}
               for options, group in zip(given, optimizer.param_groups, strict=True)]

@@ -39,6 +39,7 @@ class Placement:
     comm: Collectives | None = field(default=None, compare=False, repr=False)
     device: torch.device | None = field(default=None, compare=False, repr=False)  #: on which ``comm`` works
     part: ParallelPart | None = None  #: of what ``shape`` is this rank's part, by tensor parallelism
+    apart: bool = False  #: rows are tensors that each rank has for itself, stacked for a checkpoint's sake
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
@@ -71,6 +72,14 @@ class Placement:
                                   expected=f"shape {self.shape}", got=f"shape {shape}",
                                   remedy="Use an optimizer whose state is shaped like its parameters.")
         return Placement(shape, self.bounds, self.rank, self.comm, self.device, self.part)
+
+    def one_each(self, shape: tuple[int, ...]) -> Placement:
+        """A tensor of ``shape`` for each rank, as the rows of one."""
+        if self.part is not None:
+            self.with_trailing(shape)  # raises
+        ranks = len(self.bounds)
+        bounds = tuple((rank, rank + 1) for rank in range(ranks))
+        return Placement((ranks, *shape), bounds, self.rank, self.comm, self.device, apart=True)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's rows of ``whole``, a view; 1-D for a 0-d tensor."""
@@ -147,9 +156,12 @@ class ShardedRecord(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
+            sent = str(func).startswith("c10d.")
             raise CheckpointError(
                 f"a sharded record computes nothing, and {func} was called on one",
-                remedy="Use record.to_local() for this rank's rows, or record.full_tensor() on every rank.",
+                remedy="Use shardwise.checkpoint.set_model_state_dict and set_optimizer_state_dict, which take "
+                       "records, or record.full_tensor() on every rank." if sent else
+                       "Use record.to_local() for this rank's rows, or record.full_tensor() on every rank.",
             )
         return handler(func, args, kwargs or {})
 
@@ -161,7 +173,7 @@ class ShardedRecord(torch.Tensor):
         if place.part is not None:
             raise CheckpointError("the record of a tensor-parallel parameter cannot be pickled",
                                   remedy="Use torch.distributed.checkpoint, or full_tensor().")
-        return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank)
+        return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank, place.apart)
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, last = self._placement.rows
@@ -200,10 +212,10 @@ class ShardedRecord(torch.Tensor):
 
 
 def rebuild_record(
-    local: Tensor, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], rank: int
+    local: Tensor, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], rank: int, apart: bool = False
 ) -> ShardedRecord:
     """A record as it comes from a file: without a group."""
-    return ShardedRecord(local, Placement(shape, bounds, rank))
+    return ShardedRecord(local, Placement(shape, bounds, rank, apart=apart))
 
 
 # ---------------------------------------------------------------------- what a record can do

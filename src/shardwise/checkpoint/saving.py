@@ -13,6 +13,7 @@ from torch import nn
 
 from ..comm.peers import Peers
 from ..errors import ConfigurationError
+from .adoption import adopt
 from .folder import require_numbered
 from .parts import PartFolder
 from .snapshot import take_snapshot
@@ -93,6 +94,8 @@ def save(  # noqa: PLR0913 - each argument is a choice of its own
     if keep is not None and not shared_disk:
         raise ConfigurationError("keep needs a common disk", expected="keep=None with shared_disk=False",
                                  got=keep)
+    if optimizer is not None:
+        adopt(optimizer)
     peers = Peers.of(process_group)
     snapshot = take_snapshot(model, optimizer, extra, peers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     destination = SharedFolder(target, keep) if shared_disk else PartFolder(target, peers)

@@ -23,6 +23,7 @@ from ..plan.state_options import (
     StateDictSettings,
     StateDictType,
 )
+from .adoption import adopt
 from .choice import state_dict_type
 from .flattening import flatten_optimizer_state, unflatten_optimizer_state
 from .from_rank_zero import spread_model_state, spread_optimizer_state
@@ -208,7 +209,10 @@ def _chosen(model: nn.Module, options: StateDictOptions) -> Any:
 
 
 def _listed(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for optimizer in listed:
+        adopt(optimizer)
+    return listed
 
 
 def _bare(model: nn.Module, key: str) -> str:

@@ -24,6 +24,7 @@ from ..torch_private import (
     without_torch_function,
 )
 from .collect import Binding, Collector
+from .hidden_gradients import drop_zeroed, show_gradients
 from .hidden_hooks import run_hidden_hooks, run_hidden_post_hooks
 from .reduce import Reduced
 
@@ -43,6 +44,7 @@ def bind(collector: Collector, reduced: Reduced,
         for binding, gradient in zip(bindings, gradients, strict=True):
             gradient.__class__ = binding.kind
             if binding.storage.hidden:
+                drop_zeroed(binding.storage)
                 run_hidden_hooks(binding.storage, gradient)
         for place in with_gradient_hooks(parameters):
             gradients[place] = _hooked(bindings[place], gradients[place])
@@ -55,6 +57,7 @@ def bind(collector: Collector, reduced: Reduced,
         run_post_accumulate_hooks(parameters)
         for binding in bindings:
             if binding.storage.hidden:
+                show_gradients(binding.storage)
                 run_hidden_post_hooks(binding.storage)
 
 

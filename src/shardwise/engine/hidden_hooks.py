@@ -12,13 +12,13 @@ from torch import Tensor
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage, Visible
 from ..torch_private import (
-    allow_gradient_dtype,
     has_post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
     with_gradient_hooks,
     without_torch_function,
 )
+from .hidden_gradients import show_gradient
 
 __all__ = ["run_hidden_hooks", "run_hidden_post_hooks"]
 
@@ -44,10 +44,10 @@ def run_hidden_post_hooks(storage: FlatStorage) -> None:
     gradient = storage.visible[0].parameter.grad
     for seen in storage.hidden:
         if gradient is not None and has_post_accumulate_hooks(seen.parameter):
-            allow_gradient_dtype(seen.parameter, gradient.dtype)
-            seen.parameter.grad = _rows(storage, gradient, seen)
+            show_gradient(storage, seen)
             run_post_accumulate_hooks([seen.parameter])
-            seen.parameter.grad = None
+            if seen not in storage.stepped:
+                seen.parameter.grad = None
 
 
 def _rows(storage: FlatStorage, gradient: Tensor, seen: Visible) -> Tensor:

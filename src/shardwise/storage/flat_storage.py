@@ -26,6 +26,7 @@ from .flat_buffer import FlatBuffer
 from .global_norm import AllReduces, GradientKind
 from .last_seen import LastSeen
 from .memory_format import MemoryFormat, format_of
+from .optimizer_watch import look_again
 from .sharded_parameter import enroll
 from .tensor_parallel import as_used, local_part
 from .visible import Place, Visible
@@ -70,6 +71,7 @@ class FlatStorage:
         self.shown_by: list[Any] = []  #: the ``Showing`` of every slot that shows one of its parameters
         self.visible: list[Visible] = []
         self.hidden: list[Visible] = []  # the user's parameters behind a visible flat parameter
+        self.stepped: list[Visible] = []  # those of them that an optimizer holds
         self.shard: Tensor = like.renewed() if like is not None else self._take_in(self.parameters[0].dtype)
         self.buffer: FlatBuffer | None
         self.full: Tensor
@@ -78,6 +80,7 @@ class FlatStorage:
         self._parked: _InUse | None = None  #: what was in use before the precision changed
         self._show_rows()
         self._make_leaves()
+        look_again()
 
     # ------------------------------------------------------------------ facts
     @property

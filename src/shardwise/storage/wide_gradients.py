@@ -96,6 +96,9 @@ class WideGradients:
             parameter.grad = None
         for seen, gradient in zip(self._storage.visible, self._rest, strict=True):
             _set(seen.parameter, gradient)
+        for seen in self._storage.stepped:
+            if self._rest[0] is not None and self._before[seen.indices[0]] is not None:
+                _set(seen.parameter, self._storage.local_view(seen, plain(self._rest[0])))
 
     def _changed(self, now: list[Tensor | None]) -> bool:
         if self.whole is not None:
