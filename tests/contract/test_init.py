@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -234,6 +235,42 @@ def test_U80_shard_on_meta_to_empty_reset_train(rank: int, world: int) -> None:
         for name, value in full_parameters(model, [n for n, _ in plain.named_parameters()]).items():
             plain.get_parameter(name).copy_(value)
     _require_trains(model, plain, world)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("how", ["one seed", "a seed for each rank", "materialise", "loaded", "constants"])
+def test_C6_rows_that_are_copies_are_warned_of_once(how: str, rank: int, world: int) -> None:
+    """to_empty and reset_parameters with one seed give every rank the same rows."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.LayerNorm(16), nn.Linear(16, 24))
+    shardwise.fully_shard(model[0])
+    shardwise.fully_shard(model)
+    torch.manual_seed(rank if how == "a seed for each rank" else 0)
+    if how == "materialise":
+        shardwise.materialise(model)
+    else:
+        model.to_empty(device="cpu")
+        for module in model:
+            module.reset_parameters()
+    if how == "loaded":
+        torch.manual_seed(1)
+        plain = nn.Sequential(nn.Linear(16, 16, bias=False), nn.LayerNorm(16), nn.Linear(16, 24))
+        model.load_state_dict(plain.state_dict())
+    if how == "constants":
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(3, 16)).sum().backward()
+    said = [str(one.message) for one in caught if "the same rows" in str(one.message)]
+    if how != "one seed" or rank:
+        assert said == []
+        return
+    assert said == [
+        "shardwise: all ranks hold the same rows of '2.weight', '0.weight': to_empty() and reset_parameters() with "
+        "one seed initialise each rank's rows alike, so the whole matrices are copies of one block. "
+        "Call shardwise.materialise(model) in place of them, or load a checkpoint"]
 
 
 @ranks(2)

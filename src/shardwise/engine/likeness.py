@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.collectives import Collectives, Reduction
@@ -23,6 +24,7 @@ from ..plan.ownership import OwnedParameter
 from ..storage.flat_storage import FlatStorage
 from ..storage.tensor_parallel import local_part
 from ..torch_private import no_gradients, without_torch_function
+from .copied_rows import beginnings, warn_of_copies
 from .numbering import count_of, renumber
 from .unit import Unit
 
@@ -95,9 +97,13 @@ def require_likeness(root: Unit, units: Sequence[Unit]) -> bool:
     if groups:
         device = next((unit.storages[0].compute_device for unit in units if unit.storages), torch.device("cpu"))
         notes = {"model": list(_model(units)), "options": list(_options(root, units)), "values": _values(root, units)}
-        alike, first = _agree(groups, [repr(notes[kind]) for kind in _SAID], device)
+        starts = beginnings(units, dist.get_rank())
+        alike, copied, first = _agree(
+            groups, [repr(notes[kind]) for kind in _SAID], [number for _, number in starts], device)
         if not alike:
             _compare(exchange(groups, notes, device))
+        if any(copied) and all(comm.rank == 0 for comm in groups):
+            warn_of_copies([name for (name, _), same in zip(starts, copied, strict=True) if same])
         if first:
             renumber([unit for unit in units if next(unit.groups.nontrivial, None) is groups[0]], groups[0], first)
         for unit in units:
@@ -105,15 +111,19 @@ def require_likeness(root: Unit, units: Sequence[Unit]) -> bool:
     return True
 
 
-def _agree(groups: Sequence[Collectives], texts: Sequence[str], device: torch.device) -> tuple[bool, int]:
-    """Do all ranks say the same; and where they numbered their units differently, the next free number."""
+def _agree(
+    groups: Sequence[Collectives], texts: Sequence[str], numbers: Sequence[int], device: torch.device
+) -> tuple[bool, list[bool], int]:
+    """Do all ranks say the same; which of the ``numbers`` are alike; and where ranks numbered their units differently,
+    the next free number."""
     digests = [int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") for text in texts]
-    mine = [*digests, count_of(groups[0])]
+    mine = [*digests, *numbers, count_of(groups[0])]
     table = torch.tensor([*mine, *(-number for number in mine)], dtype=torch.int64, device=device)
     for comm in groups:
         comm.all_reduce(table, Reduction.MIN, tag=3).wait()
     (*least, fewest), (*most, counted) = table.view(2, -1).tolist()
-    return least == [-digest for digest in most], 0 if fewest == -counted else -counted
+    same = [low == -high for low, high in zip(least, most, strict=True)]
+    return all(same[: len(digests)]), same[len(digests) :], 0 if fewest == -counted else -counted
 
 
 def _model(units: Sequence[Unit]) -> Iterator[list[str]]:

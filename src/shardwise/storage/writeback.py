@@ -143,6 +143,7 @@ def follow_off_meta(face: OriginalFace, storage: FlatStorage) -> bool:
         return False
     values = [fit(storage, _seen(storage, index), found.data) for index, found in enumerate(shown)]
     leave_meta(storage, values[0].device)
+    storage.filled_by_hand = True
     with torch.no_grad():
         for index, value in enumerate(values):
             storage.local_view(_seen(storage, index)).copy_(value)
