@@ -20,6 +20,7 @@ from .frontend.streamed import streamed_step
 from .frontend.summon import iter_units_full, summon_full_params
 from .frontend.trace import trace
 from .frontend.whole import register_fsdp_forward_method
+from .frontend.whole_optimizers import watch_optimizers
 from .frontend.wrapper import FullyShardedDataParallel
 from .plan.execution import ExecutionGroup, ExecutionGroups
 from .plan.options import (
@@ -47,6 +48,8 @@ from .plan.state_options import (
 from .storage.sharded_parameter import FlatParameter, ShardedParameter, is_sharded
 
 __version__ = "0.1.0"
+
+watch_optimizers()
 
 __all__ = [
     "BackwardPrefetch",

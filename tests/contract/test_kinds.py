@@ -110,6 +110,32 @@ def test_C3_a_borrower_alone(front: str, rank: int, world: int) -> None:
 
 
 # ---------------------------------------------------------------------- dtypes and frozen parts
+class Complex(nn.Module):
+    """Complex parameters beside real ones, as spectral layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.spectrum = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.real = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.spectrum.mT + self.phase).abs() + self.real(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_C4_complex_parameters_train(front: str, rank: int, world: int) -> None:
+    """Both parts of a complex gradient are averaged, and count in its norm."""
+    twins = Twins(Complex, front, (rank, world), run=_run)
+    twins.train(2)
+    twins.backward(3)
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 1e-2) for model in (twins.plain, twins.model)]
+    torch.testing.assert_close(*norms)
+    twins.check_gradients()
+
+
 class Mixed(nn.Module):
     """Two dtypes and frozen parts in one unit."""
 

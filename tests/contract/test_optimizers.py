@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.errors import ConfigurationError, LifecycleError
 from tests.bed import ranks
-from tests.bed.fronts import FRONTS, full_parameters, shard
+from tests.bed.fronts import FRONTS, full_gradients, full_parameters, shard, unsynced
 from tests.bed.models import TinyMLP, loss, points
-from tests.bed.parity import assert_same_parameters
+from tests.bed.parity import assert_same_parameters, assert_same_tensors
 
 VISIBLE = ("orig", "fully_shard")
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": torch.optim.LBFGS,
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
+}
 Make = Callable[[Any], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -165,3 +170,58 @@ def test_zero_grad_either_way(front: str, to_none: bool, rank: int, world: int) 
         loss(model, points(rank, step)).backward()
         optimizer.step()
     _check(model, _reference(world, lambda ps: torch.optim.SGD(ps, lr=0.1)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("front", VISIBLE)
+def test_A2_optimizers_of_whole_parameters_are_refused(front: str, name: str, rank: int) -> None:
+    """They would make something else of rows, and say nothing."""
+    model = shard(TinyMLP(), front)
+    optimizer = WHOLE[name](model.parameters())
+
+    def closure() -> torch.Tensor:
+        value = loss(model, points(rank, 0))
+        value.backward()
+        return value
+
+    with pytest.raises(ConfigurationError, match=rf"torch.optim.{name} .* rows.*OwnerExchange"):
+        optimizer.step(closure)
+    plain = TinyMLP()
+    other = WHOLE[name](plain.parameters())
+    value = loss(plain, points(rank, 0))
+    value.backward()
+    other.step(lambda: value if name == "Muon" else loss(plain, points(rank, 0)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_A2_a_step_between_forward_and_backward(front: str, rank: int) -> None:
+    """Torch itself refuses it: what was saved for backward has changed."""
+    plain = TinyMLP()
+    model = shard(plain, front, [plain.inward, plain.middle], "FULL_SHARD")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model, points(rank, 0)).backward()
+    late = loss(model, points(rank, 1))
+    optimizer.step()
+    with pytest.raises(LifecycleError, match=r"changed between a forward and its backward.*optimizer.step\(\)"):
+        late.backward()
+    optimizer.zero_grad()
+    with pytest.warns(RuntimeWarning, match="did not finish"):
+        loss(model, points(rank, 2)).backward()
+    optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_A2_zero_grad_of_a_model_forgets_what_is_unsent(front: str, rank: int) -> None:
+    model = shard(TinyMLP(), front)
+    with unsynced(model, front):
+        loss(model, points(rank, 0)).backward()
+    model.zero_grad()
+    loss(model, points(rank, 1)).backward()
+    names = [name for name, _ in TinyMLP().named_parameters()]
+    found = full_gradients(model, names)
+    model.zero_grad()
+    loss(model, points(rank, 1)).backward()
+    assert_same_tensors(found, full_gradients(model, names), "gradient", bitwise=True)

@@ -70,7 +70,8 @@ def _sources(chunk: Tensor, collector: Collector) -> dict[FlatStorage, Tensor]:
         form = (storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device)
         if form not in converted:
             same = form == (chunk.dtype, chunk.device)
-            converted[form] = chunk if same else chunk.to(dtype=form[0], device=form[1])
+            part = chunk.real.contiguous() if chunk.is_complex() and not form[0].is_complex else chunk
+            converted[form] = chunk if same else part.to(dtype=form[0], device=form[1])
         sources[storage] = converted[form]
     return sources
 

@@ -39,6 +39,11 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """For the wire: a sum of complex numbers is one of their parts."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
 @dataclass(frozen=True)
 class CommHook:
     """``hook(state, gradient)`` where nothing is sharded, else ``hook(state, full, chunk)``.
@@ -128,7 +133,7 @@ class Reducer:
 
     def _reduce_scatter(self, chunk: Tensor, full: Tensor, tag: int) -> Handle:
         if self.comm_hook is None:
-            return self.groups.shard.reduce_scatter(chunk, full, tag=tag)
+            return self.groups.shard.reduce_scatter(_real(chunk), _real(full), tag=tag)
         self.comm_hook.hook(self.comm_hook.state, full.detach(), chunk)
         return DONE
 
@@ -137,7 +142,7 @@ class Reducer:
         if self.comm_hook is not None and self.groups.shard.size == 1:
             self.comm_hook.hook(self.comm_hook.state, chunk)
         elif replicate is not None and replicate.size > 1:
-            replicate.all_reduce(chunk, tag=tag).wait()
+            replicate.all_reduce(_real(chunk), tag=tag).wait()
 
     def finish(self, reduced: Reduced, tag: int, *, all_reduce: bool) -> None:
         """Complete the sum and divide it. Not ``final`` where replicas are left for later."""

@@ -23,7 +23,7 @@ from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
 from .unused import end_reductions
-from .values import refuse_precision
+from .values import refuse_other_values, refuse_precision
 
 __all__ = ["Session"]
 
@@ -192,6 +192,9 @@ class Session:
             self.begin_backward()
         if unit.settings.unshard_in_backward:
             self.use(unit)
+            if call.values != unit.values:
+                self.unuse(unit, free=True)
+                refuse_other_values(unit.name)
         call.entered = True
         self.step.entered.append(call)
         self.step.touched[unit] = None

@@ -12,12 +12,13 @@ __all__ = ["Call", "Step"]
 class Call:
     """One forward of a unit, and whether its backward is running."""
 
-    __slots__ = ("before", "entered", "precision", "recomputed", "unit", "watched")
+    __slots__ = ("before", "entered", "precision", "recomputed", "unit", "values", "watched")
 
     def __init__(self, unit: Unit, *, recomputed: bool) -> None:
         self.unit = unit
         self.before = unit.before  #: the unit whose forward ended before this one's: next in backward
         self.precision = unit.precision  #: what the forward computed in
+        self.values = unit.values
         self.recomputed = recomputed  #: it ran inside a backward
         self.watched = False  #: an input tells when this call's backward is over
         self.entered = False

@@ -31,7 +31,7 @@ from .numbering import number
 from .reduce import Groups, Reduced, Reducer
 from .settings import Schedule, Settings
 from .turns import Turns
-from .values import require_values
+from .values import count_changes, require_values
 
 __all__ = ["Unit"]
 
@@ -43,7 +43,7 @@ class Unit:
         "__weakref__", "_replan", "asked", "before", "buffers", "collector", "face", "flags", "fqn", "gather",
         "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
         "outstanding", "owing", "own_modules", "policy", "precision", "reducer", "residency", "roster",
-        "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses",
+        "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses", "values",
     )
     _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
         weakref.WeakKeyDictionary())
@@ -60,6 +60,7 @@ class Unit:
         self.schedule = Schedule()  #: counts where this unit is a root
         self.needs: list[Unit] = []  #: units that own parameters which this one borrows
         self.residency = Residency.SHARDED
+        self.values = 0  #: grows where parameters were changed in place before a gather, as by a step
         self.asked = False  #: the user called unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.turns = Turns(len(self.modules))
@@ -190,6 +191,7 @@ class Unit:
             if any([storage.widened or storage.shard.is_meta for storage in self.storages]):
                 require_values(self.name, self.storages, self.face)
             self._move(Residency.UNSHARDING)
+            self.values = count_changes(self.storages)
             self.gather.start(self.tag(0))
             if self.observer is not None:
                 self.observer("gather", self.gather.nbytes)
@@ -269,6 +271,12 @@ class Unit:
             bind(self.collector, sent,
                  lambda numbers: any(used_anywhere[n] for n in numbers)
                  and not any(sent.used[n] for n in numbers))
+
+    def forget_unsent(self) -> None:
+        """Lose the gradients that were added up unsent, and what waits for the replicas."""
+        self.reducer.drop()
+        self.collector.drop()
+        self.owing = False
 
     # ------------------------------------------------------------------ recovery
     def recover(self) -> None:

@@ -10,9 +10,9 @@ import torch
 from ..errors import LifecycleError, name_list
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
-from ..torch_private import in_backward
+from ..torch_private import in_backward, without_torch_function
 
-__all__ = ["refuse_precision", "require_values"]
+__all__ = ["count_changes", "refuse_other_values", "refuse_precision", "require_values"]
 
 
 def refuse_precision(unit: str, *, full: bool) -> NoReturn:
@@ -25,6 +25,22 @@ def refuse_precision(unit: str, *, full: bool) -> NoReturn:
         expected=f"backward {'outside' if full else 'inside'} of it, as forward",
         got="inside" if full else "outside",
         remedy="Call backward() in the same context as the forward that it belongs to.",
+    )
+
+
+def count_changes(storages: Sequence[FlatStorage]) -> int:
+    """Grows when an optimizer's step, or a load, changes the parameters in place: looks at one of each storage."""
+    with without_torch_function():
+        firsts = [storage.visible[0].parameter for storage in storages if storage.visible]
+        return sum([first._version for first in firsts if not first.is_inference()])
+
+
+def refuse_other_values(unit: str) -> NoReturn:
+    """Raise ``LifecycleError``: activations are of other parameters than those that were gathered for backward."""
+    raise LifecycleError(
+        "parameters were changed between a forward and its backward, so its gradients would be of neither",
+        unit=unit, expected="the values of the forward", got="newer ones",
+        remedy="Call optimizer.step() after the backward of every forward before it.",
     )
 
 

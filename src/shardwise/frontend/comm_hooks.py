@@ -22,7 +22,7 @@ from ..comm.mesh import default_group
 from ..engine.reduce import CommHook, balanced_divisor
 from ..engine.unit import Unit
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
-from .module import session_at, unit_at
+from .module import forget_unsent, session_at, unit_at
 
 __all__ = ["CommHookMethods", "DefaultState", "LowPrecisionState", "allreduce_hook", "bf16_compress_hook",
            "fp16_compress_hook", "reduce_scatter_hook"]
@@ -101,6 +101,12 @@ class CommHookMethods:
         """
         module: Any = self
         _register(module, CommHook(state, hook))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that were added up unsent (``no_sync``) are forgotten too."""
+        module: Any = self
+        super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        forget_unsent(module.module)
 
 
 def _register(module: nn.Module, chosen: CommHook) -> None:

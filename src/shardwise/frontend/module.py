@@ -14,11 +14,12 @@ from ..engine.session import Session
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import LifecycleError, OptionTypeError
+from ..plan.lifecycle import Pass
 from .communication import CommunicationMethods
 from .copying import copy_module, refuse_pickling
 from .whole import apply_to_whole
 
-__all__ = ["FSDPModule", "UnshardHandle", "session_at", "settle", "unit_at"]
+__all__ = ["FSDPModule", "UnshardHandle", "forget_unsent", "session_at", "settle", "unit_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -34,6 +35,15 @@ def session_at(module: nn.Module) -> Session:
     """The session of a sharded module, started now if need be."""
     unit = unit_at(module)
     return session_of(unit) or start_session(unit)
+
+
+def forget_unsent(module: nn.Module) -> None:
+    """Drop the gradients below ``module`` that were added up unsent, at rest."""
+    settle(module)
+    for _, unit in units_below(module):
+        session = session_of(unit)
+        if session is not None and session.pass_ is Pass.REST:
+            unit.forget_unsent()
 
 
 def settle(module: nn.Module) -> None:
@@ -171,6 +181,12 @@ class FSDPModule(CommunicationMethods):
         settle(module)
         named: Any = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         yield from ((clean_name(name), parameter) for name, parameter in named)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that were added up unsent (``no_sync``) are forgotten too."""
+        module: Any = self
+        super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        forget_unsent(module)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module, without checkpoint wrappers."""

@@ -203,7 +203,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _local_norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     if rows.numel() == 0:
         start = math.inf if math.isinf(order) and order < 0 else 0.0
-        return torch.full((), start, dtype=dtype or rows.dtype, device=rows.device)
+        return torch.full((), start, dtype=dtype or rows.dtype.to_real(), device=rows.device)
     return torch.linalg.vector_norm(rows, order, dtype=dtype)
 
 
