@@ -221,6 +221,26 @@ def test_state_of_other_shapes_is_kept_for_each_rank(front: str, rank: int, worl
     dist.barrier()
 
 
+@ranks(2)
+def test_what_a_rank_keeps_of_a_whole_square_matrix_stays(rank: int, world: int, tmp_path: Path) -> None:
+    """State shaped like a whole parameter by chance, on its owner alone, beside rows."""
+    model = shard(nn.Linear(64, 64, bias=False), "fully_shard")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 64)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    if rank == 0:
+        state["factor"] = torch.eye(64)
+    get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    shard(nn.Linear(8, 8), "fully_shard")  # optimizers are looked at again
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state[model.weight]
+    assert state["momentum_buffer"].shape == model.weight.shape == (32, 64)
+    assert ("factor" in state) == (rank == 0)
+    assert rank or torch.equal(state["factor"], torch.eye(64))
+
+
 # ---------------------------------------------------------------------- full state dicts
 @ranks(2)
 @pytest.mark.parametrize("front", FRONTS)

@@ -20,7 +20,7 @@ from ..storage.sharded_parameter import home_of
 from ..torch_private import Wish, torch_wants_whole
 from .model_tensors import model_tensors
 from .optimizer_contents import owners_by_parameter
-from .optimizer_rows import members, shown, taken
+from .optimizer_rows import are_whole, members, shown, taken
 from .optimizer_state import optimizer_state
 
 __all__ = ["adopt"]
@@ -32,13 +32,15 @@ _ADOPTED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def _adopt(optimizer: Optimizer) -> None:
     """Give ``optimizer`` its hooks; whole tensors and records of its state become rows."""
-    if optimizer not in _ADOPTED:
-        _ADOPTED.add(optimizer)
-        optimizer.register_state_dict_post_hook(_show)
-        optimizer.register_load_state_dict_pre_hook(_take)
-    for parameter, values in optimizer.state.items():
-        if isinstance(parameter, Tensor):  # else it is state of no parameter
-            values.update(taken(parameter, values))
+    if optimizer in _ADOPTED:
+        return
+    _ADOPTED.add(optimizer)
+    optimizer.register_state_dict_post_hook(_show)
+    optimizer.register_load_state_dict_pre_hook(_take)
+    state = [(key, values) for key, values in optimizer.state.items() if isinstance(key, Tensor)]
+    cut = are_whole(state)
+    for parameter, values in state:
+        values.update(taken(parameter, values, cut=cut))
 
 
 on_adoption(_adopt)
@@ -56,7 +58,8 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _take(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     known = members(state_dict, optimizer)
-    state_dict["state"] = {key: taken(known[key], values) if key in known else values
+    cut = are_whole((known[key], values) for key, values in state_dict["state"].items() if key in known)
+    state_dict["state"] = {key: taken(known[key], values, cut=cut) if key in known else values
                            for key, values in state_dict["state"].items()}
 
 

@@ -10,7 +10,7 @@ No traffic. On one rank tensors stay tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from .model_tensors import local_rows
 from .records import ShardedRecord
 from .rows import placement_of
 
-__all__ = ["members", "shown", "taken"]
+__all__ = ["are_whole", "members", "shown", "taken"]
 
 Values = dict[str, Any]
 """Name of a state value -> the value, for one parameter."""
@@ -62,21 +62,40 @@ def _shown(storage: FlatStorage, index: int, value: Any) -> Any:
     return ShardedRecord(rows.unsqueeze(0), place.one_each(tuple(rows.shape)))
 
 
+def are_whole(state: Iterable[tuple[nn.Parameter, Values]]) -> bool:
+    """Is this the state of an unsharded run: every tensor in it shaped like the whole parameter?
+
+    One alone does not tell: what an optimizer keeps for a square matrix as a whole (Shampoo's factors) looks alike.
+    """
+    found = False
+    for parameter, values in state:
+        home = home_of(parameter)
+        if home is None or home[1] == FLAT:
+            continue
+        whole, size = placement_of(*home).whole_shape, home[0].local_geometry(home[1])[1]
+        for value in values.values():
+            if isinstance(value, Tensor) and value.dim() and whole != size:
+                if isinstance(value, ShardedRecord) or tuple(value.shape) != whole:
+                    return False
+                found = True
+    return found
+
+
 @torch.no_grad()
-def taken(parameter: nn.Parameter, values: Values) -> Values:
+def taken(parameter: nn.Parameter, values: Values, *, cut: bool = False) -> Values:
     """``values`` out of a state dict as the optimizer works with them: this rank's rows.
 
-    Takes what ``shown`` gives, rows, and whole tensors. Records of another layout, and DTensors, are
-    gathered (a collective). Raises ``CheckpointError`` for a record that does not fit.
+    Takes what ``shown`` gives, and rows; whole tensors too if they are to be ``cut``. Records of another layout,
+    and DTensors, are gathered (a collective). Raises ``CheckpointError`` for a record that does not fit.
     """
     home = home_of(parameter)
     if home is None:
         return values
     storage, index = home
     if index != FLAT:
-        return {name: _taken(storage, index, name, value) for name, value in values.items()}
+        return {name: _taken(storage, index, name, value, cut=cut) for name, value in values.items()}
     return {name: _flat(storage, name, cast("Mapping[str, Any]", value)) if isinstance(value, Mapping)
-            else _taken(storage, 0, name, value, one_each_only=True) for name, value in values.items()}
+            else _taken(storage, 0, name, value) for name, value in values.items()}
 
 
 def _flat(storage: FlatStorage, name: str, by_name: Mapping[str, Any]) -> Tensor:
@@ -85,7 +104,7 @@ def _flat(storage: FlatStorage, name: str, by_name: Mapping[str, Any]) -> Tensor
         raise CheckpointError("optimizer state of other parameters than the flat one stands for", unit=storage.unit,
                               expected=list(index), got=list(by_name),
                               remedy="Load it into the model, wrapped as it was saved.")
-    rows = {fqn: _taken(storage, index[fqn], name, value) for fqn, value in by_name.items()}
+    rows = {fqn: _taken(storage, index[fqn], name, value, cut=True) for fqn, value in by_name.items()}
     first: Tensor = next(iter(rows.values()))
     whole = torch.zeros(storage.layout.shard_numel, dtype=first.dtype, device=first.device)
     for fqn, value in rows.items():
@@ -93,7 +112,7 @@ def _flat(storage: FlatStorage, name: str, by_name: Mapping[str, Any]) -> Tensor
     return whole
 
 
-def _taken(storage: FlatStorage, index: int, name: str, value: Any, *, one_each_only: bool = False) -> Any:
+def _taken(storage: FlatStorage, index: int, name: str, value: Any, *, cut: bool = False) -> Any:
     if not isinstance(value, Tensor):
         return value
     place, size = placement_of(storage, index), storage.local_geometry(index)[1]
@@ -109,7 +128,7 @@ def _taken(storage: FlatStorage, index: int, name: str, value: Any, *, one_each_
                 remedy="Load it into the model that it was saved from, on as many ranks.")
         return value.to_local() if theirs.same_rows(place) else place.cut_whole(value.full_tensor()).reshape(size)
     scalar = not value.dim() and (bool(place.shape) or name == "step")
-    if one_each_only or scalar or tuple(value.shape) == size or tuple(value.shape) != place.whole_shape:
+    if not cut or scalar or tuple(value.shape) == size or tuple(value.shape) != place.whole_shape:
         return value
     if place.part is not None:
         return place.cut_whole(value).reshape(size).clone()
