@@ -29,10 +29,11 @@ _ADOPTED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _hidden(optimizer: Optimizer) -> list[tuple[FlatStorage, Visible]]:
-    """The optimizer's parameters that stand behind flat ones."""
+    """The optimizer's parameters that stand behind flat ones which it does not hold: those it steps once."""
     homes = [home_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = {storage for storage, index in filter(None, homes) if index == FLAT}
     return [(storage, storage.hidden[index]) for storage, index in filter(None, homes)
-            if storage.hidden and index != FLAT]
+            if storage.hidden and index != FLAT and storage not in stepped]
 
 
 def _adopt(optimizer: Optimizer) -> None:
