@@ -1,4 +1,4 @@
-"""``python -m benchmarks [calls|checkpoint|compare|host-time|scale|step] ...``; without one, the short ones."""
+"""``python -m benchmarks [calls|checkpoint|checks|compare|host-time|scale|step] ...``; without one, the short ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ _RUNS = {
     "calls": [sys.executable, "-m", "benchmarks.host_time", "--calls"],
     "checkpoint": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                    "-m", "benchmarks.checkpoint"],
+    "checks": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "-m", "benchmarks.checks"],
     "compare": [sys.executable, "-m", "benchmarks.compare"],
     "host-time": [sys.executable, "-m", "benchmarks.host_time"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "-m", "benchmarks.step"],
 }
-_LONG = {"checkpoint", "compare", "scale"}  # minutes
+_LONG = {"checkpoint", "checks", "compare", "scale"}  # minutes
 
 
 def main(arguments: list[str]) -> int:

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.comm.agreement import Call, Kind
+from shardwise.comm.underway import Waiting
+from shardwise.engine import stuck
 from shardwise.engine.stuck import stuck_report
 from shardwise.errors import ConfigurationError
 
@@ -25,7 +28,10 @@ from shardwise.comm import mesh
 from shardwise.comm.choose import collectives_for
 if over == "group":
     mesh.collectives_for = lambda group, device, **_: collectives_for(group, device, shared_memory=False)
-if "SHARDWISE_STUCK_AFTER" not in os.environ:
+if "UNASKED_S" in os.environ:
+    from shardwise.engine import stuck
+    stuck._UNASKED_S = float(os.environ["UNASKED_S"])
+elif "SHARDWISE_STUCK_AFTER" not in os.environ:
     shardwise.report_stuck()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -86,6 +92,45 @@ def test_A19_a_time_limit_tells_once_without_a_signal(tmp_path: Path) -> None:
         ranks = _launch(stack, tmp_path, "shared", SHARDWISE_STUCK_AFTER="0.2")
         text = _report(ranks[0])
         assert "rank 0 waits 0." in text and "(rank 1 has not come)" in text
+
+
+def test_A19_a_long_wait_is_told_of_unasked(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ranks = _launch(stack, tmp_path, "shared", UNASKED_S="0.2")
+        text = _report(ranks[0])
+        assert "in gather of '(root)' in the group of ranks 0, 1 (rank 1 has not come); forward of '(root)'" in text
+        assert text.endswith("(told unasked, on one rank; SHARDWISE_STUCK_AFTER=<seconds> tells more, "
+                             "SHARDWISE_STUCK_AFTER=0 nothing)\n")
+
+
+@pytest.mark.parametrize(("rank", "missing", "speaks"), [
+    (0, [2], True), (1, [2], False), (1, [0], True), (2, [], False)])
+def test_A19_one_rank_speaks_unasked_and_later_only_of_longer_waits(
+    rank: int, missing: list[int], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stuck, "_rank", lambda: rank)
+    wait = Waiting(Call(Kind.BARRIER), None, (0, 1, 2), lambda: missing)
+    wait.since -= 60
+    reporter = stuck._Reporter(60.0, None, unasked=True)
+    reporter._tell(wait)
+    assert bool(capsys.readouterr().err) == speaks
+    assert reporter.after_s is not None and reporter.after_s >= 120
+    reporter.start()
+    reporter.stop()
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", 1), ("0", 0), ("30", 1)])
+def test_A19_the_environment_turns_reports_off(
+    value: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_STUCK_AFTER", value)
+    monkeypatch.setattr(stuck._Kept, "reporter", None)
+    stuck._report_by_environment()
+    reporter = stuck._Kept.reporter
+    assert (reporter is not None) == bool(threads)
+    if reporter is not None:
+        assert reporter.unasked == (not value) and (reporter.number is None) == (not value)
+        reporter.stop()
 
 
 def test_A19_reports_can_be_ended_and_bad_times_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

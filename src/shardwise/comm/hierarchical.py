@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +36,7 @@ from .collectives import DONE, Collectives, Handle, Reduction
 from .process_group import ProcessGroupCollectives, explained
 from .rendezvous import SharedMemoryUnavailable
 from .shared_memory import COMBINE, VARIANT, SharedMemoryCollectives
+from .underway import Waiting
 
 __all__ = ["HierarchicalCollectives", "hosts_in_order"]
 
@@ -65,7 +67,7 @@ class HierarchicalCollectives(Collectives):
         self._host, lane = divmod(self.rank, self._width)
         if self.size != dist.get_world_size():
             raise SharedMemoryUnavailable("the group has only some of the ranks", one_host=False)
-        self._small = _small_groups(group, hosts, self._host, lane)
+        self._small = _small_groups(group, hosts, self._host, lane, timeout_s)
         inside = _inside(self._small.host, group, arena, timeout_s)
         if inside is None:
             raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
@@ -174,7 +176,7 @@ class HierarchicalCollectives(Collectives):
             before = None
             if self._host:
                 before = torch.empty_like(out)
-                dist.recv(before, group=self._small.column, group_src=self._host - 1)
+                self._receive(call, before, self._host - 1)
             self._inside.reduce_after(before, totals[place], slot, reduction, tag=call.tag)
             towards = place if self._host == last else self._host + 1
             if towards != self._host:
@@ -182,10 +184,17 @@ class HierarchicalCollectives(Collectives):
         if self._host == last:
             out.copy_(totals[last])
         else:
-            dist.recv(out, group=self._small.column, group_src=last)
+            self._receive(call, out, last)
         for work in sent:
             if work is not None:
                 work.wait()
+
+    def _receive(self, call: Call, out: Tensor, host: int) -> None:
+        try:
+            with Waiting(call, self.describe_tag, self._across.members):
+                dist.recv(out, group=self._small.column, group_src=host)
+        except RuntimeError as error:
+            raise explained(error, call, self._across) from error
 
     @contextmanager
     def _attending(self, call: Call) -> Iterator[None]:
@@ -209,9 +218,9 @@ class _SmallGroups:
     hangs where ranks belong to different numbers of groups, since torch names a group after that number.
     """
 
-    def __init__(self, hosts: int, host: int, lane: int) -> None:
+    def __init__(self, hosts: int, host: int, lane: int, timeout_s: float) -> None:
         ranks = torch.arange(dist.get_world_size()).view(hosts, -1)
-        every = [[_new_group(row) for row in table.tolist()] for table in (ranks, ranks.T)]
+        every = [[_new_group(row, timeout_s) for row in table.tolist()] for table in (ranks, ranks.T)]
         self._groups = [every[0][host], every[1][lane]]
 
     @property
@@ -236,8 +245,9 @@ class _SmallGroups:
         return self._groups[place]
 
 
-def _new_group(ranks: Sequence[int]) -> Any:
-    return dist.new_group(list(ranks), backend="gloo")
+def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
+    """Without a time limit of its own it would wait for half an hour, whatever the job's own limit is."""
+    return dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 # Kept as long as their group: c10d would give a second small group of the same ranks the name, and
@@ -245,9 +255,9 @@ def _new_group(ranks: Sequence[int]) -> Any:
 _SMALL_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _SmallGroups] = weakref.WeakKeyDictionary()
 
 
-def _small_groups(group: dist.ProcessGroup, hosts: int, host: int, lane: int) -> _SmallGroups:
+def _small_groups(group: dist.ProcessGroup, hosts: int, host: int, lane: int, timeout_s: float) -> _SmallGroups:
     if group not in _SMALL_GROUPS:
-        _SMALL_GROUPS[group] = _SmallGroups(hosts, host, lane)
+        _SMALL_GROUPS[group] = _SmallGroups(hosts, host, lane, timeout_s)
     return _SMALL_GROUPS[group]
 
 

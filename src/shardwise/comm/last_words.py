@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 
-__all__ = ["absent", "introduce", "lost", "words_of"]
+__all__ = ["absent", "introduce", "lost", "shortly", "words_of"]
 
 _MOMENT_S = 2.0
 _LONGEST = 500
@@ -36,6 +36,7 @@ class _Kept:
     store: Any = None
     rank = 0
     before: _Hook | None = None  #: the hook that was there
+    waiting: threading.Thread | None = None  #: for a store that did not answer in a moment
 
 
 def introduce() -> None:
@@ -48,7 +49,7 @@ def introduce() -> None:
     if _Kept.store is store:
         return
     _Kept.store, _Kept.rank = store, rank
-    _shortly(lambda: store.set(f"shardwise/rank/{rank}", json.dumps([_host(), os.getpid()])))
+    shortly(lambda: store.set(f"shardwise/rank/{rank}", json.dumps([_host(), os.getpid()])))
     if _Kept.before is None:
         _Kept.before, sys.excepthook = sys.excepthook, _last_words
 
@@ -62,7 +63,7 @@ def _last_words(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def _say(text: str) -> None:
     store, key = _Kept.store, f"shardwise/words/{_Kept.rank}"
-    _shortly(lambda: store.set(key, text[:_LONGEST]))
+    shortly(lambda: store.set(key, text[:_LONGEST]))
 
 
 def words_of(ranks: Iterable[int]) -> str:
@@ -83,17 +84,18 @@ def absent(ranks: Iterable[int]) -> dict[int, str]:
     return found
 
 
-def lost(members: Iterable[int], error: Exception) -> tuple[str, str]:
+def lost(members: Iterable[int], error: Exception, seen: Mapping[int, str] | None = None) -> tuple[str, str]:
     """What happened to the ranks that are lost among ``members``, as far as it can be told, and what they said.
 
-    A connection may close a little before its process is gone.
+    A connection may close a little before its process is gone. ``seen``: what is known of some already.
     """
     members = [rank for rank in members if rank != _Kept.rank]
     end = time.monotonic() + _MOMENT_S / 4
-    while not (gone := absent(members)) and time.monotonic() < end:
+    gone = dict(seen or {})
+    while not gone and not (gone := absent(members)) and time.monotonic() < end:
         time.sleep(0.02)
     if not gone:
-        gone = {rank: "never came here" for rank in members if not _read(f"shardwise/rank/{rank}")}
+        gone = {rank: "never came here" for rank in members if not _read(f"shardwise/rank/{rank}") and _answers()}
     if not gone and len(members) == 1:
         gone = {members[0]: "died or does not answer"}
     who = " and ".join(f"rank {rank} {state}" for rank, state in gone.items())
@@ -125,12 +127,17 @@ def _read(key: str) -> str | None:
     store = _Kept.store
     if store is None:
         return None
-    found = _shortly(lambda: store.get(key) if store.check([key]) else None)
+    found = shortly(lambda: store.get(key) if store.check([key]) else None)
     return found.decode() if found else None
 
 
-def _shortly(action: Callable[[], Any]) -> Any:
-    """The result of ``action``, or None if the store fails or does not answer in a moment."""
+def shortly(action: Callable[[], Any]) -> Any:
+    """The result of ``action``, or None if the store fails or does not answer in a moment.
+
+    A store that did not answer, for its host is away, is not asked again before it has.
+    """
+    if not _answers():
+        return None
     result: list[Any] = []
 
     def run() -> None:
@@ -140,4 +147,10 @@ def _shortly(action: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_MOMENT_S)
+    if thread.is_alive():
+        _Kept.waiting = thread
     return result[0] if result else None
+
+
+def _answers() -> bool:
+    return _Kept.waiting is None or not _Kept.waiting.is_alive()

@@ -7,8 +7,12 @@ the background may talk while training goes on.
 from __future__ import annotations
 
 import pickle
+import socket
+import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +23,18 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # 
 from ..errors import PeerError
 from ..torch_private import group_timeout
 from .agreement import LOOK_THERE
+from .beats import Beats
 from .last_words import absent, introduce, lost
+from .rendezvous import host_name
 
 __all__ = ["Peers"]
 
 #: how long a rank may be busy, with a large checkpoint say, while the others wait for it
 _PATIENCE = timedelta(hours=1)
+#: signs of life in a time limit; half of a limit without any is silence
+_BEATS = 6
 
-_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
+_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 
 
 class Peers:
@@ -35,6 +43,7 @@ class Peers:
     def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (),
                  limit_s: float = 0.0) -> None:
         self._channel, self._members, self._limit_s = channel, members, limit_s
+        self._beats: Beats | None = None  #: of ranks on other hosts, if there are any
         self.rank = 0 if channel is None else channel.rank()
         self.size = 1 if channel is None else channel.size()
 
@@ -50,16 +59,19 @@ class Peers:
         if group is None or dist.get_world_size(group) == 1:
             return cls()
         members, limit_s = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
-        channel = _CHANNELS.get(group)
-        if channel is None:
+        if group not in _CHANNELS:
             introduce()
             store = PrefixStore("shardwise/peers", group.get_group_store())
             try:
-                channel = _CHANNELS[group] = dist.ProcessGroupGloo(
+                channel = dist.ProcessGroupGloo(
                     store, dist.get_rank(group), dist.get_world_size(group), timedelta(seconds=limit_s))
             except RuntimeError as error:
                 raise _lost(members, error) from error
-        return cls(channel, members, limit_s)
+            _CHANNELS[group] = peers = cls(channel, members, limit_s)
+            names = peers.gather(_here())
+            if far := [rank for rank, name in zip(members, names, strict=True) if name != _here()]:
+                peers._beats = Beats(store, dist.get_rank(), far, limit_s / _BEATS)
+        return _CHANNELS[group]
 
     def gather(self, word: Any) -> list[Any]:
         """What every rank said, in rank order. Raises ``PeerError`` if one of them is gone."""
@@ -67,6 +79,8 @@ class Peers:
             return [word]
         try:
             return self._gather(self._channel, pickle.dumps(word))
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise _lost(self._members, error) from error
 
@@ -81,13 +95,38 @@ class Peers:
 
     def _wait(self, work: Any) -> None:
         """A rank may be busy for long; but whenever the group's own limit is over, look whether it lives."""
+        look, second = time.monotonic(), False
         while True:
+            look += self._limit_s / 2
             try:
-                work.wait(timedelta(seconds=self._limit_s))
+                work.wait(timedelta(seconds=max(look - time.monotonic(), 0.01)))
                 return
-            except RuntimeError:
-                if work.is_completed() or absent(self._members):
+            except RuntimeError as error:
+                if work.is_completed():
                     raise
+                silent = self._beats.silent() if self._beats is not None else {}
+                if second and (silent or absent(self._members)):
+                    _keep(self._channel, work)
+                    raise _lost(self._members, error, silent) from error
+                second = not second
+
+
+def _keep(*things: object) -> None:
+    """Keep ``things`` until the process ends: a frame of a daemon thread is never taken down.
+
+    A channel that is destroyed waits for what is under way, with our patience of an hour, so the
+    interpreter would not end; and gloo does nothing when it is told to abort.
+    """
+    def hold(*_: object) -> None:
+        threading.Event().wait()
+
+    threading.Thread(target=hold, args=things, daemon=True, name="shardwise-kept").start()
+
+
+def _here() -> str:
+    with suppress(OSError):
+        return host_name()
+    return socket.gethostname()
 
 
 def _patient() -> Any:
@@ -96,6 +135,6 @@ def _patient() -> Any:
     return options
 
 
-def _lost(members: Sequence[int], error: Exception) -> PeerError:
-    who, words = lost(members, error)
+def _lost(members: Sequence[int], error: Exception, seen: Mapping[int, str] | None = None) -> PeerError:
+    who, words = lost(members, error, seen)
     return PeerError(who + words, remedy=LOOK_THERE)

@@ -2,7 +2,8 @@
 
 A thread of its own prints, so that it does not matter where the main thread is stuck. The signal
 reaches that thread through a pipe: faulthandler writes into it from the signal handler, whatever
-the interpreter is busy with.
+the interpreter is busy with. Until a report is due the thread sleeps; the collectives note their
+waits in any case.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .unit import Unit
 __all__ = ["follow", "report_stuck", "stuck_report"]
 
 _VARIABLE = "SHARDWISE_STUCK_AFTER"
+_UNASKED_S = 60.0  # long waits are often meant: another rank writes a file, or evaluates
+_HINT = f" (told unasked, on one rank; {_VARIABLE}=<seconds> tells more, {_VARIABLE}=0 nothing)"
 _LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
 
 
@@ -54,10 +57,13 @@ def follow(session: _Session) -> None:
 
 def stuck_report() -> str:
     """One line: this rank's collective and for how long, unit and phase, and the user's Python line."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     now = Waiting.now
     doing = f"waits {time.monotonic() - now.since:.1f} s in {now.text()}" if now else "waits in no collective"
-    return f"[shardwise] rank {rank} {doing}; {_phase()}; {_line()}"
+    return f"[shardwise] rank {_rank()} {doing}; {_phase()}; {_line()}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _phase() -> str:
@@ -79,11 +85,15 @@ def _line() -> str:
 
 
 class _Reporter(threading.Thread):
-    """Prints reports until it is stopped."""
+    """Prints reports until it is stopped.
 
-    def __init__(self, after_s: float | None, number: int | None) -> None:
+    ``unasked``: only the first rank of those that wait speaks, and, after its first report, only about
+    waits twice as long as the last that it told of.
+    """
+
+    def __init__(self, after_s: float | None, number: int | None, *, unasked: bool = False) -> None:
         super().__init__(name="shardwise-stuck", daemon=True)
-        self.after_s, self.number = after_s, number
+        self.after_s, self.number, self.unasked = after_s, number, unasked
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._told: Waiting | None = None
@@ -94,9 +104,8 @@ class _Reporter(threading.Thread):
 
     def run(self) -> None:
         """Sleep until a signal, or until it is time to look."""
-        pause = None if self.after_s is None else min(max(self.after_s / 4, 0.01), 1.0)
         while not self._over:
-            ready, _, _ = select.select([self._read], [], [], pause)
+            ready, _, _ = select.select([self._read], [], [], self._pause())
             if self._over:
                 break
             if ready:
@@ -106,7 +115,25 @@ class _Reporter(threading.Thread):
             elif (now := Waiting.now) is not None and now is not self._told \
                     and self.after_s is not None and time.monotonic() - now.since >= self.after_s:
                 self._told = now
-                _say(stuck_report())
+                self._tell(now)
+
+    def _pause(self) -> float | None:
+        """How long to sleep: until the present wait is too long; without one, a quarter of that time."""
+        if self.after_s is None:
+            return None
+        now = Waiting.now
+        if now is None or now is self._told:
+            return self.after_s / 4
+        return max(now.since + self.after_s - time.monotonic(), 0.01)
+
+    def _tell(self, wait: Waiting) -> None:
+        if not self.unasked:
+            _say(stuck_report())
+            return
+        self.after_s = 2 * (time.monotonic() - wait.since)
+        missing = wait.missing() if wait.missing is not None else ()
+        if _rank() == min(rank for rank in wait.members if rank not in missing):
+            _say(stuck_report() + _HINT)
 
     def stop(self) -> None:
         """End the thread and give the signal back."""
@@ -134,7 +161,10 @@ def report_stuck(after_s: float | None = None, *, on_signal: bool = True) -> Non
     ``after_s``: when it has waited this many seconds in one collective, once for each. ``on_signal``:
     also whenever the process gets SIGUSR1 (``kill -USR1 <pid>``); a handler that Python code has
     set is called as well. ``report_stuck(None, on_signal=False)`` ends the reports. The environment
-    variable ``SHARDWISE_STUCK_AFTER=<seconds>`` does the same for a program that is not changed.
+    variable ``SHARDWISE_STUCK_AFTER=<seconds>`` does the same for a program that is not changed; 0 is silence.
+
+    Where neither was given, a wait of more than a minute is told of by one of the ranks that wait, and
+    then only one twice as long; signals are left alone.
 
     Raises ``ConfigurationError`` for a time that is not positive.
     """
@@ -146,16 +176,23 @@ def report_stuck(after_s: float | None = None, *, on_signal: bool = True) -> Non
         _Kept.reporter.stop()
         _Kept.reporter = None
     if after_s is not None or on_signal:
-        _Kept.reporter = _Reporter(after_s, int(signal.SIGUSR1) if on_signal else None)
-        _Kept.reporter.start()
+        _start(_Reporter(after_s, int(signal.SIGUSR1) if on_signal else None))
+
+
+def _start(reporter: _Reporter) -> None:
+    _Kept.reporter = reporter
+    reporter.start()
 
 
 def _report_by_environment() -> None:
     _Kept.asked = True
-    if text := os.environ.get(_VARIABLE):
-        try:
-            seconds = float(text)
-        except ValueError as error:
-            raise ConfigurationError(f"{_VARIABLE} is not a number of seconds", got=repr(text),
-                                     remedy="Set it to 30, say.") from error
-        report_stuck(seconds)
+    text = os.environ.get(_VARIABLE)
+    if not text:
+        _start(_Reporter(_UNASKED_S, None, unasked=True))
+        return
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{_VARIABLE} is not a number of seconds", got=repr(text),
+                                 remedy="Set it to 30, say, or to 0 for silence.") from error
+    report_stuck(seconds or None, on_signal=seconds != 0)
