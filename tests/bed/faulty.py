@@ -2,7 +2,8 @@
 
     python -m tests.bed.faulty <rank> <world> <folder> <transport> <victim> <fault> <point>
 
-Faults: ``kill``, ``stop`` (SIGSTOP), ``exit``, ``raise``. Points: ``wrap``, ``forward``, ``backward``, ``step``,
+Faults: ``kill``, ``stop`` (SIGSTOP), ``exit``, ``raise``, and such as scripts also meet: ``terminate`` (SIGTERM),
+``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception). Points: ``wrap``, ``forward``, ``backward``, ``step``,
 ``save``. A survivor writes how many seconds after the fault it stopped, and its error, to ``said-<rank>``.
 """
 
@@ -27,19 +28,23 @@ from shardwise.comm import mesh
 from shardwise.comm.choose import collectives_for
 from shardwise.errors import CheckpointError, CommunicationError
 
-__all__ = ["FAULTS", "LIMIT_S", "POINTS", "run"]
+__all__ = ["FAULTS", "LIMIT_S", "MORE_FAULTS", "POINTS", "run"]
 
 FAULTS = ("kill", "stop", "exit", "raise")
+MORE_FAULTS = ("terminate", "interrupt", "memory")
 POINTS = ("wrap", "forward", "backward", "step", "save")
 LIMIT_S = 6
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 def _harm(fault: str) -> None:
     if fault == "raise":
         raise ValueError("the data of this rank are damaged")
+    if fault == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if fault == "exit":
         os._exit(3)
-    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    os.kill(os.getpid(), _SIGNALS[fault])
 
 
 class _Trap(torch.autograd.Function):
@@ -77,6 +82,7 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
     """One rank's life; ``harm`` is (fault, point). A survivor writes seconds and text to ``said-<rank>``."""
     (rank, world), (fault, point) = place, harm
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a script
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if over == "group":
         mesh.collectives_for = lambda group, device, **_: collectives_for(group, device, shared_memory=False)
@@ -97,7 +103,7 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
     except (CommunicationError, CheckpointError) as error:
         (folder / f"said-{rank}").write_text(f"{time.monotonic() - began[0]:.2f} {error}")
         os._exit(7)
-    except ValueError:  # where multiprocessing would catch it, a script's own exceptions go
+    except (ValueError, KeyboardInterrupt, torch.OutOfMemoryError):  # as a script would end, not multiprocessing
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         os._exit(1)
 

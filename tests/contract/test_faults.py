@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from shardwise import checkpoint
-from tests.bed.faulty import FAULTS, LIMIT_S, POINTS, run
+from tests.bed.faulty import FAULTS, LIMIT_S, MORE_FAULTS, POINTS, run
 
 _GRACE_S = 9.0  # on a machine with more to do than cores
 _SUITE = [("kill", "wrap", "shared"), ("raise", "forward", "shared"), ("exit", "backward", "group"),
           ("kill", "step", "shared"), ("stop", "backward", "shared"), ("raise", "save", "shared"),
-          ("kill", "forward", "group")]
-_REST = [(fault, point, over) for fault in FAULTS for point in POINTS for over in ("shared", "group")
-         if (fault, point, over) not in _SUITE]
-_STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "raise": "raised ValueError: the data of this rank"}
+          ("kill", "forward", "group"), ("memory", "backward", "shared")]
+_REST = [(fault, point, over) for fault in (*FAULTS, *MORE_FAULTS) for point in POINTS for over in ("shared", "group")
+         if (fault, point, over) not in _SUITE and (fault in FAULTS or point in ("forward", "backward", "step"))]
+_STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "raise": "raised ValueError: the data of this rank",
+          "terminate": "died", "interrupt": "raised KeyboardInterrupt", "memory": "raised OutOfMemoryError: CUDA out"}
 
 
 def _lives(world: int, victim: int, folder: Path, over: str, harm: tuple[str, str]) -> list[int | None]:
@@ -52,11 +53,13 @@ def _check(folder: Path, world: int, fault: str, point: str, over: str) -> None:
     assert codes[:victim] == [7] * victim, codes
     for rank in range(victim):
         seconds, text = (folder / f"said-{rank}").read_text().split(" ", 1)
+        print(f"{fault} in {point}, {over}: rank {rank} after {seconds} s: {text}")  # pytest -s
         assert float(seconds) < LIMIT_S + _GRACE_S, text
         assert f"rank {victim}" in text, text
         if point != "wrap":  # before that nobody has met
             assert _STATE[fault] in text, text
     assert sorted(Path("/dev/shm").iterdir()) == left
+    assert not multiprocessing.active_children() and None not in codes[:victim]
     _require_whole(folder)
 
 
