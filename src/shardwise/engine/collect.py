@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,10 +72,7 @@ class Target:
 
 
 class Collector:
-    """The unsent gradients of one unit.
-
-    ``on_first()`` is called when a backward pass brings its first gradient.
-    """
+    """The unsent gradients of one unit. ``on_first()`` is called when a backward pass brings its first."""
 
     #: gradients of at least this many elements are copied as soon as they arrive
     LARGE = 65_536
@@ -188,22 +185,24 @@ class Collector:
         if found:
             self._begin()
             for target in found:
-                self._wait(target, cast(Tensor, target.leaf.grad))
-                target.leaf.grad = None
+                leaf: Any = target.leaf
+                gradient, leaf.grad = leaf.grad, None
+                self._waiting[target] = self._summed(target, gradient) if target in self._waiting else gradient
 
     def _take(self, number: int, gradient: Tensor, large: bool) -> None:
         self._begin()
-        self._wait(self.targets[number], gradient)
+        target = self.targets[number]
+        self._waiting[target] = self._summed(target, gradient)
         if large and not self.patient:
             with no_gradients():
                 self._flush()
 
-    def _wait(self, target: Target, gradient: Tensor) -> None:
-        """Let ``gradient`` wait, added to what waits already: backwards inside of backwards bring several."""
+    def _summed(self, target: Target, gradient: Tensor) -> Tensor:
+        """``gradient`` and what waits already: backwards inside of backwards bring several."""
         earlier = self._waiting.get(target)
-        if earlier is not None:  # sparse to dense, the other way torch refuses
-            gradient = gradient + earlier if earlier.is_sparse else earlier + gradient
-        self._waiting[target] = gradient
+        if earlier is None:
+            return gradient
+        return gradient + earlier if earlier.is_sparse else earlier + gradient  # torch adds sparse to dense only
 
     def _flush(self) -> None:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
