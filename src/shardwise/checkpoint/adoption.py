@@ -37,7 +37,7 @@ def _adopt(optimizer: Optimizer) -> None:
     _ADOPTED.add(optimizer)
     optimizer.register_state_dict_post_hook(_show)
     optimizer.register_load_state_dict_pre_hook(_take)
-    state = [(key, values) for key, values in optimizer.state.items() if isinstance(key, Tensor)]
+    state = [(key, values) for key, values in optimizer.state.items() if isinstance(key, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     cut = are_whole(state)  # pyright: ignore[reportArgumentType]
     for parameter, values in state:
         values.update(taken(parameter, values, cut=cut))  # pyright: ignore[reportArgumentType]
