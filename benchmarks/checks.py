@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models import CONTENDERS, GPT, Block
+from shardwise.bench.meter import count_calls
 from shardwise.comm import gate, mesh
 from shardwise.comm.agreement import Call
 from shardwise.comm.choose import close_all, collectives_for
@@ -82,18 +82,7 @@ class _Run:
         return time.perf_counter() - began
 
     def calls(self) -> int:
-        count = 0
-
-        def profile(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            self.step()
-        finally:
-            sys.setprofile(None)
-        return count
+        return count_calls(self.step)
 
 
 def _measure(run: _Run, rounds: int) -> tuple[float, float]:

@@ -12,8 +12,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.models import CONTENDERS, Tiny, TinyBlock
+from shardwise.bench.meter import count_calls
 
 #: Python and C calls for each unit and step (forward and backward) beyond the plain module's
 CALLS_PER_UNIT = 420
@@ -64,18 +63,7 @@ def _calls(name: str, units: int) -> int:
     for _ in range(3):
         _step(model, x)
         model.zero_grad()
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        _step(model, x)
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_calls(lambda: _step(model, x))
 
 
 def _count(names: list[str], units: int) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardwise.bench.gpt import GPT, Block
 
 __all__ = ["CONTENDERS", "GPT", "Block", "Tiny", "TinyBlock"]
 
@@ -28,38 +29,6 @@ class Tiny(nn.Sequential):
 
     def __init__(self, blocks: int = 64, width: int = 16) -> None:
         super().__init__(*[TinyBlock(width) for _ in range(blocks)])
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
-
-
-class GPT(nn.Module):
-    """A byte-level decoder."""
-
-    def __init__(self, width: int = 512, layers: int = 6, heads: int = 8, context: int = 64) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def _shard_each(shard: Callable[..., Any], model: nn.Module, kind: type[nn.Module]) -> nn.Module:
