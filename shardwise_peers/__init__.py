@@ -7,14 +7,14 @@ because shardwise itself imports none of them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.bench.contenders import Contender, Setup, Trainer
+from shardwise.bench.contenders import Contender, Setup, Trainer, unsent
 
 __all__ = ["contenders"]
 
@@ -48,17 +48,7 @@ def _fsdp2(model: nn.Module, setup: Setup) -> Trainer:
     for module in setup.blocks(model):
         fully_shard(module, mesh=mesh, mp_policy=policy,
                     reshard_after_forward=setup.reshard and (module is not model or None))
-    sharded: Any = model
-
-    @contextmanager
-    def unsent() -> Iterator[None]:
-        sharded.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            sharded.set_requires_gradient_sync(True)
-
-    return Trainer(model, setup, unsent)
+    return Trainer(model, setup, partial(unsent, model))
 
 
 class _DeepSpeed(Trainer):

@@ -11,13 +11,14 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import (
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -28,7 +29,7 @@ from ..errors import ConfigurationError
 from ..wrap import ModuleWrapPolicy
 from .workload import Batch, named_object
 
-__all__ = ["OWN", "PEERS", "Contender", "Setup", "Trainer", "contenders_for"]
+__all__ = ["OWN", "PEERS", "Contender", "Setup", "Trainer", "contenders_for", "unsent"]
 
 #: the module that knows the peers; installed with the library, beside it
 PEERS = "shardwise_peers"
@@ -94,16 +95,17 @@ def _composable(model: nn.Module, setup: Setup) -> Trainer:
     for module in setup.blocks(model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=setup.reshard and (module is not model or None))
 
-    @contextmanager
-    def unsent() -> Iterator[None]:
-        assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+    return Trainer(model, setup, partial(unsent, model))
 
-    return Trainer(model, setup, unsent)
+
+@contextmanager
+def unsent(model: Any) -> Iterator[None]:
+    """Inside, gradients of ``model``, an ``FSDPModule`` of any library, add up on each rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def _ddp(model: nn.Module, setup: Setup) -> Trainer:
