@@ -3,7 +3,10 @@
     python -m tests.bed.faulty <rank> <world> <folder> <transport> <victim> <fault> <point>
 
 Faults: ``kill``, ``stop`` (SIGSTOP), ``exit``, ``raise``, and such as scripts also meet: ``terminate`` (SIGTERM),
-``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception). Points: ``wrap``, ``forward``, ``backward``, ``step``,
+``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception). With ``stand`` (SIGSTOP too) the process group has
+torch's own time limit, of half an hour, and ranks look for each other (``SHARDWISE_LOST_AFTER``).
+
+Points: ``wrap``, ``forward``, ``backward``, ``step``,
 ``save``. A survivor writes how many seconds after the fault it stopped, and its error, to ``said-<rank>``.
 """
 
@@ -31,10 +34,14 @@ from shardwise.errors import CheckpointError, CommunicationError
 __all__ = ["FAULTS", "LIMIT_S", "MORE_FAULTS", "POINTS", "run"]
 
 FAULTS = ("kill", "stop", "exit", "raise")
-MORE_FAULTS = ("terminate", "interrupt", "memory")
+MORE_FAULTS = ("terminate", "interrupt", "memory", "stand")
 POINTS = ("wrap", "forward", "backward", "step", "save")
 LIMIT_S = 6
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+#: where there is no such limit
+LOST_AFTER_S = 0.8
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stand": signal.SIGSTOP,
+            "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+_UNLIMITED = ("stand",)
 
 
 def _harm(fault: str) -> None:
@@ -86,8 +93,10 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if over == "group":
         mesh.collectives_for = lambda group, device, **_: collectives_for(group, device, shared_memory=False)
+    if fault in _UNLIMITED:
+        os.environ["SHARDWISE_LOST_AFTER"] = str(LOST_AFTER_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=LIMIT_S))
+                            timeout=None if fault in _UNLIMITED else timedelta(seconds=LIMIT_S))
     began, left = [0.0], [0 if point == "wrap" else 1]  # the fault comes when its point is passed again
 
     def at(here: str) -> None:

@@ -20,10 +20,11 @@ from tests.bed.faulty import FAULTS, LIMIT_S, MORE_FAULTS, POINTS, run
 _GRACE_S = 9.0  # on a machine with more to do than cores
 _SUITE = [("kill", "wrap", "shared"), ("raise", "forward", "shared"), ("exit", "backward", "group"),
           ("kill", "step", "shared"), ("stop", "backward", "shared"), ("raise", "save", "shared"),
-          ("kill", "forward", "group"), ("memory", "backward", "shared")]
+          ("kill", "forward", "group"), ("memory", "backward", "shared"), ("stand", "forward", "shared")]
 _REST = [(fault, point, over) for fault in (*FAULTS, *MORE_FAULTS) for point in POINTS for over in ("shared", "group")
          if (fault, point, over) not in _SUITE and (fault in FAULTS or point in ("forward", "backward", "step"))]
-_STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "raise": "raised ValueError: the data of this rank",
+_STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "stand": "is stopped (for ",
+          "raise": "raised ValueError: the data of this rank",
           "terminate": "died", "interrupt": "raised KeyboardInterrupt", "memory": "raised OutOfMemoryError: CUDA out"}
 
 

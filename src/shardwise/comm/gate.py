@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from ..errors import CommunicationError
 from .agreement import Call, DescribeTag, peer_error, require_agreement
-from .last_words import absent, words_of
+from .last_words import absent, remember, words_of
 from .rendezvous import Peer
 from .underway import Waiting
+from .vigil import look
 
 __all__ = ["CONTROL_BYTES", "Gate", "Sources"]
 
@@ -67,6 +68,8 @@ class Gate:
         self._lock = Lock()
         self._owner = os.getpid()
         self._shut: str | None = None
+        self._passed: Call | None = None  #: what all came for last
+        remember({peer.rank: peer.pid for peer in self._peers})
 
     def meet(self, call: Call, sources: Sources = NOTHING) -> list[Sources]:
         """Wait until all ranks came with the same call; gives what each of them lays open."""
@@ -93,6 +96,7 @@ class Gate:
         except BaseException as error:
             self.shut(str(error) or type(error).__name__)
             raise
+        self._passed = call
         self._fence()
 
     def shut(self, reason: str) -> None:
@@ -107,21 +111,23 @@ class Gate:
 
     def _wait(self, call: Call) -> None:
         if self._missing():
-            with Waiting(call, self.describe_tag, self._members, self._missing):
-                self._wait_for_missing(call)
+            wait = Waiting(call, self.describe_tag, self._members, self._missing, self._passed)
+            with wait:
+                self._wait_for_missing(call, wait)
 
-    def _wait_for_missing(self, call: Call) -> None:
-        deadline: float | None = None
+    def _wait_for_missing(self, call: Call, wait: Waiting) -> None:
+        deadline = wait.since + self._timeout_s
         while missing := self._missing():
             self._require_presence(call, missing)
             now = time.monotonic()
-            deadline = deadline or now + self._timeout_s
+            if now >= wait.next_look:
+                look(wait)
             if now >= deadline:
                 names = _ranks(missing)
                 why = "".join(f"; rank {rank} {state}" for rank, state in absent(missing).items())
                 raise peer_error(f"{names} did not arrive within {self._timeout_s:g} s{why}", call, self._members,
                                  self.describe_tag)
-            self._listen(min(deadline - now, 60.0))
+            self._listen(max(min(deadline, wait.next_look) - now, 0.001))
 
     def _listen(self, timeout_s: float) -> None:
         """Sleep until a bell rings or a peer ends, and note which."""

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from ..errors import PeerError
 
-__all__ = ["absent", "introduce", "lost", "shortly", "words_of"]
+__all__ = ["absent", "introduce", "lost", "remember", "shortly", "words_of"]
 
 _MOMENT_S = 2.0
 _LONGEST = 500
@@ -35,6 +35,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 class _Kept:
     store: Any = None
     rank = 0
+    cards: ClassVar[dict[int, tuple[str, int]]] = {}  #: host and process of those that were looked up
     before: _Hook | None = None  #: the hook that was there
     waiting: threading.Thread | None = None  #: for a store that did not answer in a moment
 
@@ -49,6 +50,7 @@ def introduce() -> None:
     if _Kept.store is store:
         return
     _Kept.store, _Kept.rank = store, rank
+    _Kept.cards.clear()
     shortly(lambda: store.set(f"shardwise/rank/{rank}", json.dumps([_host(), os.getpid()])))
     if _Kept.before is None:
         _Kept.before, sys.excepthook = sys.excepthook, _last_words
@@ -76,12 +78,23 @@ def absent(ranks: Iterable[int]) -> dict[int, str]:
     """Which of ``ranks`` are on this host and died or are stopped, and which of the two."""
     found: dict[int, str] = {}
     for rank in ranks:
-        card = _read(f"shardwise/rank/{rank}")
-        if card and rank != _Kept.rank:
-            host, pid = json.loads(card)
+        if rank != _Kept.rank and (card := _card(rank)) is not None:
+            host, pid = card
             if host == _host() and (state := _state(pid)):
                 found[rank] = state
     return found
+
+
+def remember(pids: Mapping[int, int]) -> None:
+    """These ranks are processes of this host: for when the store cannot tell."""
+    _Kept.cards.update({rank: (_host(), pid) for rank, pid in pids.items()})
+
+
+def _card(rank: int) -> tuple[str, int] | None:
+    if rank not in _Kept.cards and (text := _read(f"shardwise/rank/{rank}")):
+        host, pid = json.loads(text)
+        _Kept.cards[rank] = host, pid
+    return _Kept.cards.get(rank)
 
 
 def lost(members: Iterable[int], error: Exception, seen: Mapping[int, str] | None = None) -> tuple[str, str]:

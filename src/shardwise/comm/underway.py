@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .agreement import Call, DescribeTag
+
+if TYPE_CHECKING:
+    from .vigil import Signs
 
 __all__ = ["Waiting"]
 
@@ -14,14 +17,17 @@ __all__ = ["Waiting"]
 class Waiting:
     """One wait; inside it, this process waits for the other ranks of a collective."""
 
-    __slots__ = ("_before", "call", "describe", "members", "missing", "since")
+    __slots__ = ("_before", "after", "call", "describe", "members", "missing", "next_look", "signs", "since")
     now: ClassVar[Waiting | None] = None  #: what this process waits in
 
     def __init__(self, call: Call, describe: DescribeTag | None, members: Sequence[int],
-                 missing: Callable[[], Sequence[int]] | None = None) -> None:
+                 missing: Callable[[], Sequence[int]] | None = None, after: Call | None = None) -> None:
         self.call, self.describe, self.members = call, describe, members
         self.missing = missing  #: who has not come, where that can be told
+        self.after = after  #: the collective of these ranks before this one
         self.since = time.monotonic()
+        self.next_look = self.since + 1.0  #: when to look whether those that are missing can come (``vigil``) …
+        self.signs: Signs | None = None  #: … and what was seen then
         self._before = Waiting.now
 
     def __enter__(self) -> None:
@@ -38,3 +44,7 @@ class Waiting:
             names = ", ".join(map(str, missing))
             text += f" (rank {names} has not come)" if len(missing) == 1 else f" (ranks {names} have not come)"
         return text
+
+    def came_last(self) -> str:
+        """``; it came last to gather of 'layers.0'``, where that is known: all of these ranks did."""
+        return f"; it came last to {self.after.subject(self.describe)}" if self.after is not None else ""

@@ -1,0 +1,73 @@
+"""What a rank does about a wait that lasts: it looks, about once a second, whether those it waits for can come.
+
+A process that is stopped keeps its connections, so that no transport notices. Of the processes of its own
+host a rank can read the state. One look proves little (Ctrl-Z stops all ranks, and ``fg`` wakes them one after
+the other), so a rank counts as lost only when every look for most of the limit found the same, and a process
+that was away itself, and so did not look, starts anew. In a wait of less than a second nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ..errors import ConfigurationError
+from .agreement import peer_error
+from .last_words import absent, words_of
+from .underway import Waiting
+
+__all__ = ["Signs", "look", "lost_after"]
+
+_VARIABLE = "SHARDWISE_LOST_AFTER"
+_DEFAULT_S = 15.0
+#: parts of the limit: between two looks, for as long as a sign must last, and without a look that void all before
+_EVERY, _SURE, _AWAY = 1 / 16, 3 / 4, 1 / 2
+
+
+def lost_after() -> float:
+    """Within how many seconds a rank that cannot come is given up; 0: never. From the environment.
+
+    Raises ``ConfigurationError`` if that is no such number.
+    """
+    text = os.environ.get(_VARIABLE)
+    try:
+        seconds = float(text) if text else _DEFAULT_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ConfigurationError(f"{_VARIABLE} is not a number of seconds", got=repr(text),
+                                 remedy="Set it to 15, say, or to 0 for no limit.")
+    return seconds
+
+
+class Signs:
+    """What one wait has seen of other ranks."""
+
+    def __init__(self) -> None:
+        self._looked, self._since = time.monotonic(), dict[int, tuple[str, float]]()
+
+    def lost(self, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
+        """Look at ``ranks``: those that will not come, and why, after most of ``limit_s``."""
+        now = time.monotonic()
+        known = self._since if now - self._looked <= _AWAY * limit_s else {}
+        self._looked, self._since = now, {}
+        for rank, state in absent(ranks).items():
+            before = known.get(rank)
+            self._since[rank] = before if before is not None and before[0] == state else (state, now)
+        return {rank: f"{state} (for {now - since:.1f} s)" for rank, (state, since) in self._since.items()
+                if now - since >= _SURE * limit_s}
+
+
+def look(wait: Waiting) -> None:
+    """Raise ``PeerError`` if a rank that ``wait`` needs will not come. To be called ``wait.next_look``, and again."""
+    limit_s = lost_after()
+    wait.next_look = time.monotonic() + min(_EVERY * limit_s or 1.0, 1.0)
+    if not limit_s:
+        return
+    if wait.signs is None:
+        wait.signs = Signs()
+    if lost := wait.signs.lost(wait.members if wait.missing is None else wait.missing(), limit_s):
+        who = " and ".join(f"rank {rank} {state}" for rank, state in lost.items())
+        words = f"{wait.came_last()}{words_of(lost)}; {_VARIABLE}=0 would go on waiting"
+        raise peer_error(who, wait.call, wait.members, wait.describe, words)
