@@ -10,52 +10,30 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from types import CodeType, FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, with no public name
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "AgreeingGradScaler",
-    "TorchDispatchMode",
-    "WeakIdKeyDictionary",
-    "Wish",
-    "allow_gradient_dtype",
-    "bare_tensor",
-    "base_of",
-    "buffer_table",
-    "foreach_add",
-    "foreach_copy",
-    "foreach_norm",
-    "foreach_scale",
-    "gradient_dtype",
-    "group_timeout",
-    "has_post_accumulate_hooks",
-    "in_backward",
-    "is_persistent_buffer",
-    "load_hook_count",
-    "made_after",
-    "mark_foreach_supported",
-    "never_traced",
-    "no_gradients",
-    "no_torch_function",
-    "passed_through",
-    "queue_after_backward",
-    "quick_gather",
-    "quick_reduce_scatter",
-    "run_gradient_hooks",
-    "run_post_accumulate_hooks",
-    "scaler_check",
-    "swap_storage",
-    "torch_wants_whole",
-    "with_gradient_hooks",
-    "without_torch_function",
+    "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype", "bare_tensor",
+    "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale", "gradient_dtype",
+    "group_timeout", "has_post_accumulate_hooks", "in_backward", "in_functional_call", "in_tracing",
+    "is_persistent_buffer", "levels_of", "load_hook_count", "made_after", "mark_foreach_supported", "never_traced",
+    "no_gradients", "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward", "quick_gather",
+    "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage",
+    "torch_wants_whole", "with_gradient_hooks", "without_torch_function",
 ]
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Wish = tuple[nn.Module, bool]
@@ -65,11 +43,7 @@ _GATHER.asyncOp = _REDUCE_SCATTER.asyncOp = True
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has finished.
-
-    There is no public way to learn the end of a backward pass; the engine's queue is what all
-    data-parallel libraries use.
-    """
+    """Call ``callback`` when the running backward pass has finished, by the engine's queue (no public way)."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -95,10 +69,7 @@ def load_hook_count(module: nn.Module) -> int:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a differentiable view of, if it is one.
-
-    After an in-place change of a view autograd goes through its base, so a hook must sit there.
-    """
+    """What ``tensor`` is a differentiable view of: after an in-place change of it, autograd goes through that."""
     return tensor._base if tensor._is_view() else None
 
 
@@ -107,11 +78,53 @@ def made_after(node: Any, other: Any) -> bool:
     return node._sequence_nr() > other._sequence_nr()
 
 
-def never_traced(function: _Function) -> _Function:
-    """Let compiled regions run ``function``, and all that it calls, as it is.
+def outside_transforms(function: _Function) -> _Function:
+    """Let ``function`` run as outside of ``torch.func``'s transforms (vmap, grad …), which have no public pause."""
 
-    The public ``torch.compiler.disable`` costs a wrapper at every call, compiled or not, and loads
-    the compiler. This marks the code itself.
+    @wraps(function)
+    def outside(*args: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args)
+        with temporarily_clear_interpreter_stack():
+            return function(*args)
+
+    return cast(_Function, outside)
+
+
+def levels_of(tensor: Tensor) -> list[Tensor]:
+    """``tensor``, its tangent, and what they are outside of each transform of ``torch.func``: each has a graph."""
+    found, transform = [tensor], torch._C._functorch.peek_interpreter_stack()
+    forward_mode = transform is None or transform.key() == torch._C._functorch.TransformType.Jvp
+    if forward_mode and forward_ad._current_level >= 0:
+        found += [tangent for tangent in forward_ad.unpack_dual(tensor)[1:] if tangent is not None]
+    if transform is not None:
+        inner = map(torch._C._functorch.get_unwrapped, filter(torch._C._functorch.is_functorch_wrapped_tensor, found))
+        with temporarily_pop_interpreter_stack():
+            found += chain.from_iterable(map(levels_of, [*inner]))
+    return found
+
+
+def in_functional_call() -> bool:
+    """Is a ``torch.func.functional_call`` under way? It tells nobody that what it registers is for one call."""
+    return _frame_of(_functional_call.__code__) is not None
+
+
+def in_tracing() -> bool:
+    """Are operations recorded into a graph (``make_fx``), on the tensors that they are run with?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _frame_of(*codes: CodeType) -> FrameType | None:
+    """The innermost call of one of ``codes`` on this thread."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
+
+
+def never_traced(function: _Function) -> _Function:
+    """Let compiled regions run ``function``, and all that it calls, as it is: the mark is on the code itself, while
+    the public ``torch.compiler.disable`` costs a wrapper at every call, compiled or not, and loads the compiler.
     """
     return _marked(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -135,10 +148,7 @@ swap_storage: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def mark_foreach_supported(kind: type[Tensor]) -> None:
-    """Let torch's optimizers use their foreach and fused forms for parameters of class ``kind``.
-
-    They compare exact types against a list and fall back to a slow loop for any other class.
-    """
+    """Let torch's optimizers use their foreach and fused forms for ``kind``: they compare exact types with a list."""
     from torch.optim.optimizer import _foreach_supported_types as for_optimizers
 
     if kind not in for_optimizers:
@@ -156,11 +166,7 @@ def has_post_accumulate_hooks(parameter: nn.Parameter) -> bool:
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Call the user's ``parameter.register_hook`` functions on a gradient that autograd does not deliver.
-
-    The engine, not autograd, gives a sharded parameter its gradient; there is no public list of
-    a tensor's hooks.
-    """
+    """Call the user's ``parameter.register_hook`` functions (no public list) on a gradient that the engine delivers."""
     hooks = parameter._backward_hooks
     if hooks:
         for hook in tuple(hooks.values()):
@@ -194,11 +200,7 @@ def without_torch_function() -> Any:
 
 
 def quick_gather(group: Any, out: Tensor, shard: Tensor) -> Any:
-    """``group``'s own all-gather, started and not waited for.
-
-    The public function checks and logs for some tens of microseconds at each call, which a
-    caller that has checked its buffers once need not pay.
-    """
+    """``group``'s own all-gather, not waited for: the public one checks and logs for tens of microseconds each time."""
     return group._allgather_base(out, shard, _GATHER)
 
 
@@ -272,9 +274,7 @@ def torch_wants_whole() -> Wish | None:
     helpers = sys.modules.get("torch.distributed.checkpoint.state_dict")
     makers = [getattr(helpers, f"_get_{what}_state_dict", None) for what in ("model", "optim")]
     codes = [inspect.unwrap(maker).__code__ for maker in makers if maker is not None]
-    frame = sys._getframe(1) if codes else None
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
+    frame = _frame_of(*codes) if codes else None
     if frame is None or not frame.f_locals["info"].full_state_dict:
         return None
     return frame.f_locals["model"], frame.f_locals["info"].cpu_offload

@@ -1,7 +1,6 @@
 """One session per root: who runs next, what the present step has begun, and how to recover.
 
-All that lives for one iteration sits in one ``Step``. After an exception anywhere the step is
-thrown away with everything it holds, and the next forward starts from rest.
+All that lives for one iteration sits in one ``Step``; after an exception anywhere it is thrown away.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..comm.lanes import Lanes
 from ..plan.lifecycle import Pass, require_move
 from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
-from ..torch_private import in_backward, never_traced, queue_after_backward
+from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward
 from .buffers import buffers_for_compute, cast_buffers
 from .likeness import require_likeness
 from .residents import Residents
@@ -23,7 +22,7 @@ from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
 from .unused import end_reductions
-from .values import refuse_other_values, refuse_precision
+from .values import refuse_other_values, refuse_precision, refuse_tracing
 
 __all__ = ["Session"]
 
@@ -79,6 +78,7 @@ class Session:
                 if free and not self.step.keep_gathered:
                     self.residents.release(owner)
 
+    @outside_transforms
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward begins."""
         self.settle()
@@ -97,6 +97,7 @@ class Session:
 
     def _begin_forward(self) -> None:
         """From rest. What is still gathered may be older than the user's last edit: it goes."""
+        refuse_tracing(self.root.name)
         self._compared = self._compared or require_likeness(self.root, self.units)
         self._move(_FORWARD)
         self.residents.drain(keep=0)
@@ -124,6 +125,7 @@ class Session:
             for unit in self.units:
                 (guard if on else unguard)(unit.storages)
 
+    @outside_transforms
     def leave_forward(self, unit: Unit) -> Call:
         """A unit's forward ended, or was left by an exception."""
         self.open.pop()
@@ -181,6 +183,7 @@ class Session:
             unit.unwatched |= self.step.keep_gathered  # second derivatives may still be on their way
         queue_after_backward(self.end_backward)
 
+    @outside_transforms
     def enter_backward(self, call: Call) -> None:
         """Gradients reached the outputs of a unit's forward."""
         if call.entered:
@@ -205,6 +208,7 @@ class Session:
         """Does a backward of ``unit`` run? A forward now is its recompute, whose own graph stays unused."""
         return any(call.unit is unit for call in self.step.entered)
 
+    @outside_transforms
     def leave_backward(self, call: Call) -> None:
         """Gradients reached the inputs of a unit's forward."""
         if not call.entered:
@@ -248,6 +252,7 @@ class Session:
             step.reduced[unit] = None
 
     @never_traced
+    @outside_transforms
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, bind, free."""
         if self.pass_ is not _BACKWARD:

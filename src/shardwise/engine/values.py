@@ -10,9 +10,9 @@ import torch
 from ..errors import LifecycleError, name_list
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
-from ..torch_private import in_backward, without_torch_function
+from ..torch_private import in_backward, in_tracing, without_torch_function
 
-__all__ = ["count_changes", "refuse_other_values", "refuse_precision", "require_values"]
+__all__ = ["count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing", "require_values"]
 
 
 def refuse_precision(unit: str, *, full: bool) -> NoReturn:
@@ -42,6 +42,16 @@ def refuse_other_values(unit: str) -> NoReturn:
         unit=unit, expected="the values of the forward", got="newer ones",
         remedy="Call optimizer.step() after the backward of every forward before it.",
     )
+
+
+def refuse_tracing(unit: str) -> None:
+    """Raise ``LifecycleError`` while operations are recorded with the memory that they use, which is freed soon."""
+    if in_tracing():
+        raise LifecycleError(
+            "a sharded model cannot be traced (make_fx, torch.func.linearize, torch.export): the graph would use "
+            "gathered parameters after they are freed", unit=unit,
+            remedy="Trace an unsharded model: copy.deepcopy(model) inside summon_full_params.",
+        )
 
 
 def require_values(unit: str, storages: Sequence[FlatStorage], face: OriginalFace) -> None:

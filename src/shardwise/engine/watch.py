@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..torch_private import base_of, made_after
+from ..torch_private import base_of, levels_of, made_after
 from .step import Call
 from .traverse import map_tensors, tensors_in
 
@@ -68,7 +69,7 @@ def _swapped(value: Any, old: Tensor, new: Watched) -> Any:
 def nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None) -> dict[Any, None]:
     """The nodes through which gradients enter: of outputs, of their bases, and of what was left behind."""
     nodes: dict[Any, None] = {}
-    for tensor in (output,) if isinstance(output, Tensor) else _tensors(output):
+    for tensor in chain.from_iterable(map(levels_of, (output,) if isinstance(output, Tensor) else _tensors(output))):
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None
             base = base_of(tensor)  # an in-place change of a view reroutes autograd through its base

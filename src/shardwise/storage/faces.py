@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_not
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from ..errors import LifecycleError, WritebackError
 from ..plan.ownership import OwnedParameter, Slot
+from ..torch_private import in_functional_call
 from .flat_storage import FlatStorage
+from .sharded_parameter import home_of
 
 __all__ = ["FlatFace", "OriginalFace", "Showing", "standing_in"]
 
@@ -69,6 +72,15 @@ class _Table:
     leaves: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     originals: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     shared: list[Showing] = field(default_factory=list[Showing])  #: slots that other units show as well
+
+
+def _refuse_for_one_call(fqn: str, storage: FlatStorage, shown: Any) -> NoReturn:
+    raise LifecycleError(
+        "torch.func.functional_call with other parameters: a sharded module computes with its own, which its unit "
+        "gathers", fqn=fqn, unit=storage.unit, rank=storage.rank, expected="the module's own parameters",
+        got=f"another {type(shown).__name__}",
+        remedy="Call it on an unsharded model: copy.deepcopy(model) inside summon_full_params.",
+    )
 
 
 class OriginalFace:
@@ -172,11 +184,17 @@ class OriginalFace:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def strangers(self) -> list[tuple[Showing, Any]]:
-        """Slots that show, at rest, another object than the one that shardwise put there."""
-        return [
+        """Slots that show, at rest, another object than the one that shardwise put there.
+
+        Raises ``LifecycleError`` where it stands there for one ``torch.func.functional_call``.
+        """
+        found = [
             (s, s.table.get(s.name)) for s in self.showings
             if s.table.get(s.name) is not s.storage.parameters[s.index] and not s.in_use
         ]
+        if found and in_functional_call():
+            _refuse_for_one_call(found[0][0].slot.fqn, found[0][0].storage, found[0][1])
+        return found
 
     def undisturbed(self) -> bool:
         """Are there no strangers? The quick form; it may say no for slots that other units show."""
@@ -233,6 +251,19 @@ class FlatFace(OriginalFace):
         assert isinstance(made, FlatFace)
         made._orders = [(module_of(module), names) for module, names in self._orders]
         return made
+
+    def strangers(self) -> list[tuple[Showing, Any]]:
+        for name, flat in self._flat[1].items() if not self._revealed else ():
+            shown, home = self._flat[0].get(name), home_of(flat)
+            if shown is not flat and home is not None:
+                if in_functional_call():
+                    _refuse_for_one_call(name, home[0], shown)
+                raise WritebackError(
+                    "Cannot writeback: a flat parameter was replaced in its module", fqn=name, unit=home[0].unit,
+                    rank=home[0].rank, expected="the object that was registered there",
+                    got=f"another {type(shown).__name__}", remedy="Change it in place, or edit the originals.",
+                )
+        return super().strangers()
 
     def reveal(self) -> None:
         self._revealed = True
