@@ -22,17 +22,19 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, te
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.nn.utils.stateless import _functional_call
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, with no public name
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype", "bare_tensor",
-    "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale", "gradient_dtype",
-    "group_timeout", "has_post_accumulate_hooks", "in_backward", "in_functional_call", "in_tracing",
-    "is_persistent_buffer", "levels_of", "load_hook_count", "made_after", "mark_foreach_supported", "never_traced",
-    "no_gradients", "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward", "quick_gather",
-    "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage",
-    "torch_wants_whole", "with_gradient_hooks", "without_torch_function",
+    "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
+    "forget_foreach_supported", "gradient_dtype", "group_timeout", "has_post_accumulate_hooks", "in_backward",
+    "in_functional_call", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after",
+    "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function", "outside_transforms",
+    "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter", "run_gradient_hooks",
+    "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole", "with_gradient_hooks",
+    "without_torch_function",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -149,10 +151,14 @@ swap_storage: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 def mark_foreach_supported(kind: type[Tensor]) -> None:
     """Let torch's optimizers use their foreach and fused forms for ``kind``: they compare exact types with a list."""
-    from torch.optim.optimizer import _foreach_supported_types as for_optimizers
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
 
-    if kind not in for_optimizers:
-        for_optimizers.append(kind)
+
+def forget_foreach_supported(kind: type[Tensor]) -> None:
+    """The counterpart: no tensor of ``kind`` is made any longer."""
+    if kind in _foreach_supported_types:
+        _foreach_supported_types.remove(kind)
 
 
 def with_gradient_hooks(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -255,10 +261,7 @@ def group_timeout(group: Any, device: torch.device) -> float:
 
 
 def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """A tensor of class ``kind`` without memory: it only states ``shape``, and ``like``'s dtype and device.
-
-    The one way to make a tensor that is more than its memory; torch's own DTensor is made so.
-    """
+    """A tensor of class ``kind`` without memory: it only states ``shape``, and ``like``'s dtype and device."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device,
                                          requires_grad=requires_grad)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..comm.collectives import Collectives
 
 __all__ = ["Numbered", "count_of", "number", "renumber"]
-
-_UNITS: weakref.WeakKeyDictionary[Collectives, list[weakref.ref[Any] | None]] = weakref.WeakKeyDictionary()
-
 
 class Numbered(Protocol):
     """A unit."""
@@ -22,30 +19,44 @@ class Numbered(Protocol):
     def name(self) -> str: ...
 
 
-def number(unit: Numbered, groups: Sequence[Collectives]) -> int:
-    """The next number in the first of ``groups``; all of them name the unit by it in messages."""
-    units = _UNITS.setdefault(groups[0], [])
-    units.append(weakref.ref(unit))
+class _Numbers:
+    """Those that were given in one group, and to whom."""
 
-    def describe(tag: int) -> str:
-        known = units[tag // 4] if 0 <= tag // 4 < len(units) else None
-        unit: Numbered | None = known() if known is not None else None
+    def __init__(self) -> None:
+        self.given = 0
+        self._units: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
+
+    def give(self, unit: Numbered) -> int:
+        """The next one."""
+        number, self.given = self.given, self.given + 1
+        self._units[number] = unit
+        return number
+
+    def describe(self, tag: int) -> str:
+        """The unit that a collective with ``tag`` is for."""
+        unit = self._units.get(tag // 4)
         return unit.name if unit is not None else f"unit number {tag // 4}"
 
+
+_NUMBERS: weakref.WeakKeyDictionary[Collectives, _Numbers] = weakref.WeakKeyDictionary()
+
+
+def number(unit: Numbered, groups: Sequence[Collectives]) -> int:
+    """The next number in the first of ``groups``; all of them name the unit by it in messages."""
+    numbers = _NUMBERS.setdefault(groups[0], _Numbers())
     for one in groups:
-        one.describe_tag = describe
-    return len(units) - 1
+        one.describe_tag = numbers.describe
+    return numbers.give(unit)
 
 
 def count_of(group: Collectives) -> int:
     """How many numbers were given in ``group`` on this rank."""
-    return len(_UNITS.get(group, ()))
+    return _NUMBERS[group].given if group in _NUMBERS else 0
 
 
 def renumber(units: Sequence[Numbered], group: Collectives, first: int) -> None:
     """Number ``units`` from ``first`` on: where ranks made different numbers of units before, these agree again."""
-    known = _UNITS.setdefault(group, [])
-    known.extend([None] * (first - len(known)))
+    numbers = _NUMBERS.setdefault(group, _Numbers())
+    numbers.given = max(numbers.given, first)
     for unit in units:
-        unit.number = len(known)
-        known.append(weakref.ref(unit))
+        unit.number = numbers.give(unit)

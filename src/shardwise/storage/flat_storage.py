@@ -55,7 +55,7 @@ class FlatStorage:
     ) -> None:
         """``owned`` show whole values; or, as copies of those of ``like``, its rows: no traffic then."""
         self.unit = unit
-        self.comm, self.kind = comm, like.kind if like else GradientKind(norm_comm or comm)
+        self.comm, self.kind = comm, like.kind if like else GradientKind.of(norm_comm or comm)
         self.policy = self.precision = precision  # the second is another one in full precision
         self.compute_device, self.pool, self.place = place.device, place.pool, place
         self.owned = list(owned)

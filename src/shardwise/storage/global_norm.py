@@ -13,6 +13,7 @@ is enough for all of them.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, cast
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..comm.collectives import Handle, Reduction
 from ..errors import ShardwiseError
-from ..torch_private import foreach_norm, mark_foreach_supported, scaler_check, without_torch_function
+from ..torch_private import foreach_norm, forget_foreach_supported, mark_foreach_supported, scaler_check, without_torch_function
 
 __all__ = ["AllReduces", "GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
 
@@ -59,13 +60,27 @@ class ShardedGradient(Tensor):
 
 
 class GradientKind:
-    """Makes the gradients of one shard group: plain tensors where nothing is split."""
+    """Makes the gradients of one shard group: plain tensors where nothing is split.
+
+    Torch's list of the classes that it knows is searched for every gradient: one class for a group, while it is used.
+    """
+
+    _known: ClassVar[weakref.WeakValueDictionary[AllReduces, GradientKind]] = weakref.WeakValueDictionary()
 
     def __init__(self, comm: AllReduces) -> None:
         self.tensor_class: type[Tensor] = Tensor
         if comm.size > 1:
             self.tensor_class = type("ShardedGradient", (ShardedGradient,), {"comm": comm})
             mark_foreach_supported(self.tensor_class)
+            weakref.finalize(self, forget_foreach_supported, self.tensor_class).atexit = False
+
+    @classmethod
+    def of(cls, comm: AllReduces) -> GradientKind:
+        """The one of ``comm``."""
+        kind = cls._known.get(comm)
+        if kind is None:
+            kind = cls._known[comm] = cls(comm)
+        return kind
 
     def mark(self, gradient: Tensor) -> Tensor:
         """Give ``gradient`` its class; the same object, no copy."""
