@@ -22,7 +22,13 @@ from torch import Tensor
 
 from ..comm.collectives import Handle, Reduction
 from ..errors import ShardwiseError
-from ..torch_private import foreach_norm, forget_foreach_supported, mark_foreach_supported, scaler_check, without_torch_function
+from ..torch_private import (
+    foreach_norm,
+    forget_foreach_supported,
+    mark_foreach_supported,
+    scaler_check,
+    without_torch_function,
+)
 
 __all__ = ["AllReduces", "GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
 
