@@ -18,6 +18,7 @@ unit, the rank, what was expected, what came, and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 __all__ = [
     "CheckpointError",
@@ -79,6 +80,13 @@ class ShardwiseError(RuntimeError):
         super().__init__(describe(what, fqn=fqn, unit=unit, rank=rank, expected=expected, got=got,
                                   remedy=remedy))
         self.fqn, self.unit, self.rank = fqn, unit, rank
+
+    @classmethod
+    def retold(cls, text: str) -> Self:
+        """The error that another rank raised, whose whole text is ``text``."""
+        error = cls("")
+        error.args = (text,)
+        return error
 
 
 class ConfigurationError(ShardwiseError, ValueError):

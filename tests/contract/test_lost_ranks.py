@@ -26,7 +26,7 @@ from shardwise.errors import CommunicationError, PeerError
 from tests.bed import ranks
 
 _CPU = torch.device("cpu")
-_CLASS = {"process group": "ProcessGroupCollectives", "shared memory": "SharedMemoryCollectives"}
+_CLASS = {"process group": "MatchedCollectives", "shared memory": "SharedMemoryCollectives"}
 _PATIENCE_S = 200.0
 every_transport = pytest.mark.parametrize("transport", list(_CLASS))
 

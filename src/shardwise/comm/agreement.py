@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, PeerError
 
-__all__ = ["LOOK_THERE", "REDUCIBLE", "Call", "DescribeTag", "Kind", "gather_call", "peer_error", "require_agreement",
-           "require_fit", "require_reducible", "scatter_call", "tensor_call"]
+__all__ = ["LOOK_THERE", "REDUCIBLE", "Call", "DescribeTag", "Kind", "disagreement", "gather_call", "peer_error",
+           "require_agreement", "require_fit", "require_reducible", "scatter_call", "tensor_call"]
 
 LOOK_THERE = "Look at the output of that rank first; this rank only noticed. It may also have run fewer steps."
 """What to do about a lost peer."""
@@ -77,6 +77,14 @@ class Call(NamedTuple):
         return f"{self.numel} {name} elements" + (f", variant {self.detail}" if self.detail else "")
 
 
+class Facts(NamedTuple):
+    """The parts of an error about ranks that differ."""
+
+    what: str
+    got: str
+    remedy: str
+
+
 def tensor_call(kind: Kind, tensor: Tensor, tag: int, detail: int = 0) -> Call:
     """The call for a collective whose message is all of ``tensor``."""
     return Call(int(kind), tag, tensor.numel(), _CODE[tensor.dtype], detail)
@@ -116,20 +124,29 @@ def require_reducible(what: str, tensor: Tensor) -> None:
 
 def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None) -> None:
     """Raise ``DivergenceError`` on every rank unless all ranks run the same call."""
-    first = calls[0]
-    if all(call == first for call in calls):
-        return
-    if any(call[:2] != first[:2] for call in calls):
-        got = ", ".join(f"rank {rank} runs {call.subject(describe)}"
-                        for rank, call in zip(members, calls, strict=True))
-        raise DivergenceError(
-            "ranks run different units, so their shards would be mixed", got=got,
-            remedy="Every rank must run the same units in the same order; look for control flow that "
-                   "depends on the data or on the rank.")
-    got = ", ".join(f"rank {rank} has {call.size()}" for rank, call in zip(members, calls, strict=True))
-    raise DivergenceError(
-        f"ranks disagree on the size or dtype of the shard in {first.subject(describe)}", got=got,
-        remedy="Build the same model with the same options on every rank.")
+    facts = disagreement(calls, members, describe)
+    if facts is not None:
+        raise DivergenceError(facts.what, got=facts.got, remedy=facts.remedy)
+
+
+def disagreement(calls: Sequence[Call | None], members: Sequence[int],
+                 describe: DescribeTag | None) -> Facts | None:
+    """What ``calls`` disagree on; None of a rank that has not come to its call yet."""
+    first = next((call for call in calls if call is not None), None)
+    if first is None or all(call is None or call == first for call in calls):
+        return None
+    pairs = list(zip(members, calls, strict=True))
+    if any(call is not None and call[:2] != first[:2] for call in calls):
+        return Facts(
+            "ranks run different units, so their shards would be mixed",
+            ", ".join(f"rank {rank} runs {call.subject(describe)}" if call is not None
+                      else f"rank {rank} has not come to it" for rank, call in pairs),
+            "Every rank must run the same units in the same order; look for control flow that "
+            "depends on the data or on the rank.")
+    return Facts(
+        f"ranks disagree on the size or dtype of the shard in {first.subject(describe)}",
+        ", ".join(f"rank {rank} has {call.size()}" for rank, call in pairs if call is not None),
+        "Build the same model with the same options on every rank.")
 
 
 def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None,

@@ -20,6 +20,7 @@ from .arena import Arena
 from .collectives import Collectives
 from .hierarchical import HierarchicalCollectives, hosts_in_order
 from .last_words import introduce
+from .matched import MatchedCollectives
 from .process_group import ProcessGroupCollectives, backends_by_device
 from .rendezvous import SharedMemoryUnavailable, hosts_of
 from .shared_memory import SharedMemoryCollectives
@@ -34,7 +35,7 @@ class _Kept:
     """The transports of this process, and the shared memory that its groups have in common."""
 
     def __init__(self) -> None:
-        self.by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool | None, Collectives]] = (
+        self.by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool | None, str], Collectives]] = (
             weakref.WeakKeyDictionary())
         self.arena: Arena | None = None
 
@@ -61,19 +62,21 @@ def collectives_for(
     if shared_memory and obstacle:
         raise ConfigurationError(f"shared memory cannot carry this group ({obstacle})", remedy=_REMEDY)
     choice = None if obstacle else bool(shared_memory)
-    transports = _kept.by_group.setdefault(group, {})
-    if choice not in transports:
+    transports, key = _kept.by_group.setdefault(group, {}), (choice, device.type)
+    if key not in transports:
         introduce()
-        transports[choice] = (_process_group(group) if obstacle
-                              else _shared(group, timeout_s, required=bool(shared_memory)))
-    return transports[choice]
+        transports[key] = (_process_group(group, device) if obstacle
+                           else _shared(group, timeout_s, required=bool(shared_memory)))
+    return transports[key]
 
 
-def _process_group(group: dist.ProcessGroup) -> Collectives:
+def _process_group(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     """The collectives of ``group``; on torch's ``fake`` backend, which sends nothing, our own that sends nothing."""
     if dist.get_backend(group) == "fake":
         ranks = dist.get_process_group_ranks(group)
         return SimulatedCollectives(dist.get_rank(group), len(ranks), ranks)
+    if device.type == "cpu" and backends_by_device(group).get("cpu") == "gloo":
+        return MatchedCollectives(group)
     return ProcessGroupCollectives(group)
 
 
@@ -109,7 +112,7 @@ def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool
             return _across_hosts(group, timeout_s)
         if dist.get_rank(group) == 0:
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-        return ProcessGroupCollectives(group)
+        return MatchedCollectives(group)
     _kept.arena = made.arena
     return made
 
@@ -119,10 +122,10 @@ def _across_hosts(group: dist.ProcessGroup, timeout_s: float) -> Collectives:
     names = hosts_of(group)
     hosts = hosts_in_order(names)
     if hosts is None or hosts == len(names):
-        return ProcessGroupCollectives(group)
+        return MatchedCollectives(group)
     try:
         made = HierarchicalCollectives(group, hosts, _kept.arena, timeout_s=timeout_s)
     except SharedMemoryUnavailable:
-        return ProcessGroupCollectives(group)
+        return MatchedCollectives(group)
     _kept.arena = made.arena
     return made

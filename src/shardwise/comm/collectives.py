@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-__all__ = ["DONE", "Collectives", "Handle", "Reduction"]
+__all__ = ["COMBINE", "DONE", "VARIANT", "Collectives", "Handle", "Reduction"]
 
 
 class Reduction(Enum):
@@ -23,6 +23,15 @@ class Reduction(Enum):
     SUM = "sum"
     MAX = "max"
     MIN = "min"
+
+
+#: the operation of a reduction, and its number in a call
+COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.MAX: torch.maximum,
+    Reduction.MIN: torch.minimum,
+}
+VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
 
 
 class Handle(ABC):

@@ -32,10 +32,11 @@ from torch import Tensor
 from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
 from .arena import Arena
-from .collectives import DONE, Collectives, Handle, Reduction
-from .process_group import ProcessGroupCollectives, explained
+from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
+from .failures import explained
+from .matched import MatchedCollectives
 from .rendezvous import SharedMemoryUnavailable
-from .shared_memory import COMBINE, VARIANT, SharedMemoryCollectives
+from .shared_memory import SharedMemoryCollectives
 from .underway import Waiting
 
 __all__ = ["HierarchicalCollectives", "hosts_in_order"]
@@ -72,7 +73,7 @@ class HierarchicalCollectives(Collectives):
         if inside is None:
             raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
         self._inside = inside
-        self._across = ProcessGroupCollectives(self._small.column, check_tags=False)
+        self._across = MatchedCollectives(self._small.column)
 
     @property
     def arena(self) -> Arena:
@@ -205,6 +206,7 @@ class HierarchicalCollectives(Collectives):
             raise  # all ranks have it at the same place, and may go on
         except BaseException as error:
             self._inside.close()
+            self._across.leave()
             self._small.leave()
             if isinstance(error, CommunicationError) or not isinstance(error, RuntimeError):
                 raise

@@ -24,26 +24,22 @@ from .agreement import (
     Call,
     Kind,
     gather_call,
-    peer_error,
     require_agreement,
     require_reducible,
     scatter_call,
     tensor_call,
 )
-from .collectives import DONE, Collectives, Handle, Reduction
-from .last_words import lost
+from .collectives import DONE, VARIANT, Collectives, Handle, Reduction
+from .failures import explained
 from .underway import Waiting
 
-__all__ = ["ProcessGroupCollectives", "backends_by_device", "explained"]
+__all__ = ["ProcessGroupCollectives", "backends_by_device"]
 
 _OPERATION = {
     Reduction.SUM: dist.ReduceOp.SUM,
     Reduction.MAX: dist.ReduceOp.MAX,
     Reduction.MIN: dist.ReduceOp.MIN,
 }
-_VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
-_LOST_PEER = ("closed by peer", "connection reset", "connection closed", "broken pipe", "timed out",
-              "timeout", "connection refused", "remote process", "socket closed", "no route to host")
 
 
 def _c10d(*names: str) -> Callable[..., Any]:
@@ -106,7 +102,7 @@ class ProcessGroupCollectives(Collectives):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
         require_reducible("all_reduce", tensor)
-        call = tensor_call(Kind.ALL_REDUCE, tensor, tag, _VARIANT[reduction])
+        call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         if self.size == 1 or not self._agreed(call, tensor):
             return DONE
         if self.rank_order and reduction is Reduction.SUM:
@@ -209,18 +205,6 @@ class _SumWhenArrived(Handle):
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:
             out.add_(part)
-
-
-def explained(error: RuntimeError, call: Call, owner: Collectives) -> CommunicationError:
-    """c10d's error as ours: which operation, of what, among whom."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This ")[0]
-    rank = owner.members[owner.rank]
-    if any(sign in str(error).lower() for sign in _LOST_PEER):
-        who, words = lost(owner.members, error)
-        return peer_error(who, call, owner.members, owner.describe_tag, words)
-    ranks = ", ".join(map(str, owner.members))
-    return CommunicationError(
-        f"{call.subject(owner.describe_tag)} failed in the group of ranks {ranks} ({text})", rank=rank)
 
 
 def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:

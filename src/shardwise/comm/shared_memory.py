@@ -32,18 +32,12 @@ from .agreement import (
     tensor_call,
 )
 from .arena import Arena
-from .collectives import DONE, Collectives, Handle, Reduction
+from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
 from .gate import CONTROL_BYTES, Gate, Sources
 from .rendezvous import Offer, meet
 
-__all__ = ["COMBINE", "VARIANT", "SharedMemoryCollectives"]
+__all__ = ["SharedMemoryCollectives"]
 
-COMBINE: dict[Reduction, Callable[..., Tensor]] = {
-    Reduction.SUM: torch.add,
-    Reduction.MAX: torch.maximum,
-    Reduction.MIN: torch.minimum,
-}
-VARIANT = {Reduction.SUM: 0, Reduction.MAX: 1, Reduction.MIN: 2}
 #: bytes of output that are combined at a time, so that they stay in the core's cache
 _BITE = 128 << 10
 #: up to this many bytes each rank combines a whole all-reduce for itself, which saves a crossing

@@ -1,0 +1,111 @@
+"""What this rank ran in a group, collective by collective, for when ranks stop meeting each other.
+
+Nothing is compared in advance. A rank whose collective does not end writes the last pages of its book into the
+store of the group and reads those of the others: under the same number all must have the same call. Who finds two
+that differ writes the *verdict*, once for all ranks, so that every rank raises the same error.
+The store may be gone, so nothing here waits for it longer than a moment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from .. import errors
+from ..errors import CommunicationError, DivergenceError
+from .agreement import Call, DescribeTag, disagreement
+from .last_words import shortly
+
+__all__ = ["Logbook"]
+
+#: calls that are kept: an accelerator's ranks are some steps apart
+_KEPT = 1024
+#: how often a rank that found a difference looks again whether the other ranks came to that number as well
+_PATIENCE = 3
+#: so many ranks are looked at in one go, beginning with the next one
+_NEIGHBOURS = 8
+
+
+class Logbook:
+    """The calls of this rank in one group. ``store``: one that only the ranks of this group write into.
+
+    ``note`` belongs to the thread that trains, the rest to the one that looks.
+    """
+
+    def __init__(self, store: Any, rank: int, members: Sequence[int]) -> None:
+        self.number = 0  #: of the last call
+        self._calls: deque[tuple[int, Call]] = deque(maxlen=_KEPT)
+        self._store, self._rank, self._members = store, rank, members
+        self._published = 0
+        self._suspicions = 0
+
+    def note(self, call: Call) -> int:
+        """This rank begins ``call``; its number in the group."""
+        self.number = number = self.number + 1
+        self._calls.append((number, call))
+        return number
+
+    def publish(self) -> None:
+        """Show the others how far this rank is, unless they know it already."""
+        calls = list(self._calls)
+        if not calls or calls[-1][0] == self._published:
+            return
+        page = json.dumps([calls[0][0], [list(call) for _, call in calls]])
+        if shortly(lambda: self._store.set(f"page/{self._rank}", page) or True):
+            self._published = calls[-1][0]
+
+    def compare(self, describe: DescribeTag | None) -> None:
+        """Raise the verdict, if there is one, or if the pages of two ranks differ.
+
+        A rank looks at the next one that has shown a page; if any two ranks differ, so do two neighbours.
+        """
+        if (verdict := self.verdict()) is not None:
+            raise verdict
+        mine = dict(list(self._calls))
+        size = len(self._members)
+        for step in range(1, min(size, _NEIGHBOURS + 1)):
+            page = self._page((self._rank + step) % size)
+            if page:
+                differing = [number for number in page.keys() & mine.keys() if page[number] != mine[number]]
+                if differing:
+                    self._suspect(min(differing), mine, describe)
+                return
+
+    def verdict(self) -> CommunicationError | None:
+        """The error that all ranks raise, if one of them wrote it."""
+        found = shortly(lambda: self._store.get("verdict") if self._store.check(["verdict"]) else None)
+        return _error(found) if found else None
+
+    def settle(self, error: CommunicationError) -> CommunicationError:
+        """Make ``error`` the verdict, unless there is one; the verdict."""
+        text = json.dumps([type(error).__name__, str(error)])
+        found = shortly(lambda: self._store.compare_set("verdict", "", text))
+        return _error(found) if found else error
+
+    def _suspect(self, number: int, mine: dict[int, Call], describe: DescribeTag | None) -> None:
+        """Others may be on the way to this number: the text shall have the calls of all ranks."""
+        pages = [mine if place == self._rank else self._page(place) for place in range(len(self._members))]
+        calls = [page.get(number) if page else None for page in pages]
+        self._suspicions += 1
+        if None in calls and self._suspicions <= _PATIENCE:
+            return
+        facts = disagreement(calls, self._members, describe)
+        if facts is not None:
+            raise self.settle(DivergenceError(facts.what, got=f"{facts.got}, in collective {number} of this group",
+                                              remedy=facts.remedy))
+
+    def _page(self, place: int) -> dict[int, Call] | None:
+        key = f"page/{place}"
+        found = shortly(lambda: self._store.get(key) if self._store.check([key]) else None)
+        if not found:
+            return None
+        first, calls = json.loads(found)
+        return {number: Call(*call) for number, call in enumerate(calls, first)}
+
+
+def _error(found: bytes) -> CommunicationError:
+    name, text = json.loads(found)
+    kind = getattr(errors, name)
+    return kind.retold(text)
