@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import wire
 from shardwise.comm.collectives import Collectives, Handle, Reduction
 
-__all__ = ["Collective", "CountingCollectives", "Traffic", "count_collectives"]
+__all__ = ["Collective", "CountingCollectives", "Traffic", "count_collectives", "count_messages"]
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,19 @@ def count_collectives() -> Iterator[Traffic]:
             counted = _counted(method, getattr(dist.ProcessGroup, method), traffic)
             stack.enter_context(patch.object(dist.ProcessGroup, method, counted))
         yield traffic
+
+
+@contextmanager
+def count_messages() -> Iterator[list[int]]:
+    """The number of elements of each message that this rank sends over gloo, for collectives of ours."""
+    sent, original = list[int](), wire.Post.send
+
+    def send(self: wire.Post, part: Tensor, place: int, sort: int = 0) -> Any:
+        sent.append(part.numel())
+        return original(self, part, place, sort)
+
+    with patch.object(wire.Post, "send", send):
+        yield sent
 
 
 def _counted(method: str, original: Callable[..., Any], traffic: Traffic) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise.comm import rendezvous
 from shardwise.comm.choose import close_all, collectives_for
 from shardwise.comm.hierarchical import HierarchicalCollectives
+from shardwise.comm.matched import MatchedCollectives
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.shared_memory import SharedMemoryCollectives
 from shardwise.errors import ConfigurationError
@@ -38,7 +39,7 @@ def test_ranks_of_one_host_share_memory(rank: int, world: int) -> None:
 @ranks(2)
 def test_the_caller_may_refuse_it(rank: int, world: int) -> None:
     made = collectives_for(_world(), _CPU, shared_memory=False)
-    assert isinstance(made, ProcessGroupCollectives)
+    assert isinstance(made, MatchedCollectives)
     assert collectives_for(_world(), _CPU, shared_memory=False) is made
     assert isinstance(collectives_for(_world(), _CPU, shared_memory=True), SharedMemoryCollectives)
     close_all()
@@ -46,7 +47,7 @@ def test_the_caller_may_refuse_it(rank: int, world: int) -> None:
 
 @ranks(1)
 def test_one_rank_needs_no_transport(rank: int, world: int) -> None:
-    assert isinstance(collectives_for(_world(), _CPU), ProcessGroupCollectives)
+    assert isinstance(collectives_for(_world(), _CPU), MatchedCollectives)
     with pytest.raises(ConfigurationError, match=r"cannot carry this group \(it has one rank\)"):
         collectives_for(_world(), _CPU, shared_memory=True)
     close_all()
@@ -99,7 +100,7 @@ def test_a_system_that_has_none_falls_back_with_one_warning(rank: int, world: in
         assert collectives_for(_world(), _CPU) is made
         with pytest.raises(ConfigurationError, match=r"No space left .* shared_memory=None"):
             collectives_for(_world(), _CPU, shared_memory=True)
-    assert isinstance(made, ProcessGroupCollectives)
+    assert isinstance(made, MatchedCollectives)
     assert len(caught) == (1 if rank == 0 else 0)
     if caught:
         text = str(caught[0].message)
@@ -128,7 +129,7 @@ def test_ranks_of_several_hosts_use_the_process_group_without_a_warning(rank: in
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         patch.setattr(rendezvous, "host_name", lambda: f"host {rank}")
-        assert isinstance(collectives_for(_world(), _CPU), ProcessGroupCollectives)
+        assert isinstance(collectives_for(_world(), _CPU), MatchedCollectives)
         with pytest.raises(ConfigurationError, match="ranks 0 and 1 are on different hosts"):
             collectives_for(_world(), _CPU, shared_memory=True)
     close_all()
@@ -142,7 +143,7 @@ def test_ranks_of_several_hosts_share_memory_inside_them(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host_name", lambda: hosts[rank])
         made = collectives_for(_world(), _CPU)
-        assert isinstance(made, HierarchicalCollectives if hierarchical else ProcessGroupCollectives)
+        assert isinstance(made, HierarchicalCollectives if hierarchical else MatchedCollectives)
         assert collectives_for(_world(), _CPU) is made
     out = torch.empty(4)
     made.all_gather(out, torch.tensor([float(rank)])).wait()
@@ -160,7 +161,7 @@ def test_ranks_in_different_numbers_of_groups_meet(rank: int, world: int) -> Non
         patch.setattr(rendezvous, "host_name", lambda: "aabb"[rank])
         assert isinstance(collectives_for(_world(), _CPU), HierarchicalCollectives)
         if rank < 3:
-            assert isinstance(collectives_for(some, _CPU), ProcessGroupCollectives)
+            assert isinstance(collectives_for(some, _CPU), MatchedCollectives)
     close_all()
 
 
@@ -173,7 +174,7 @@ def test_one_host_without_shared_memory_is_enough_to_do_without(rank: int, world
         patch.setattr(rendezvous, "host_name", lambda: "aabb"[rank])
         if rank == 3:
             patch.setattr(os, "pidfd_open", refuse)
-        assert isinstance(collectives_for(_world(), _CPU), ProcessGroupCollectives)
+        assert isinstance(collectives_for(_world(), _CPU), MatchedCollectives)
     close_all()
 
 

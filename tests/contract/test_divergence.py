@@ -5,6 +5,7 @@ Nothing here waits: the error comes with the collective that would have mixed or
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -118,6 +119,34 @@ def test_C8_another_number_of_forwards(front: str, over: str, rank: int, world: 
         _step(model, rank)
 
     assert "ranks run different units" in _agreed(run, world)
+
+
+@ranks(2, 4)
+@both
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_C8_ranks_may_go_on_after_it(place: str, over: str, rank: int, world: int) -> None:
+    with transport(over):
+        model, twin = _sharded("fully_shard"), _sharded("fully_shard")
+    odd = rank == world - 1
+
+    def diverge() -> None:
+        if place == "forward":
+            _step(model, rank, "cab" if odd else "abc")
+        else:
+            x, y = model(_data(rank), "a"), model(_data(rank), "b")
+            (x if odd else y).sum().backward()
+
+    for _ in range(2):
+        _agreed(diverge, world)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gradients of the backward that failed are void, it says
+            model.zero_grad()
+        _step(model, rank)
+        model.zero_grad()
+    _step(model, rank)
+    _step(twin, rank)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 @ranks(2)

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[re
 
 from ..errors import CommunicationError, DivergenceError
 from ..torch_private import group_timeout
+from . import vigil
 from .agreement import Call
 from .collectives import Collectives, Handle
 from .exchanges import Messages, Steps
@@ -33,7 +34,7 @@ from .logbook import Logbook
 from .underway import Waiting
 from .watch import watch
 
-__all__ = ["Wire"]
+__all__ = ["Exchange", "Post", "Wire"]
 
 _MARKS = 0x7FFF_FFFF  # gloo's tags
 _SPREAD = 0x9E37_79B1
@@ -50,6 +51,7 @@ class _Line:
         self.underway: dict[int, Exchange] = {}
         self.waiting: Waiting | None = None
         self.verdict: CommunicationError | None = None  #: why it was cut
+        self.passed: Call | None = None  #: the last that was waited for
         self.seen = 0  #: the last call when it was last looked at
 
     def cut(self) -> None:
@@ -89,7 +91,7 @@ class Wire:
         exchange = Exchange(self, owner, line, number, call)
         line.underway[number] = exchange
         try:
-            exchange.begin(steps(_Post(self, line.channel, hash((number, call)))))
+            exchange.begin(steps(Post(self, line.channel, hash((number, call)))))
         except RuntimeError as error:
             raise self.end(line, error, owner, call) from error
         if len(line.underway) > _UNDERWAY:
@@ -124,8 +126,10 @@ class Wire:
         try:
             line.book.publish()
             line.book.compare(wait.describe)
+            if time.monotonic() >= wait.next_look:
+                vigil.look(wait)
         except CommunicationError as error:
-            line.verdict = error
+            line.verdict = line.book.settle(error)
             line.cut()
 
     def leave(self) -> None:
@@ -165,7 +169,7 @@ class Wire:
 _WIRES: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
 
 
-class _Post:
+class Post:
     """The messages of one collective."""
 
     __slots__ = ("_channel", "_mark", "others", "rank", "size")
@@ -201,13 +205,15 @@ class Exchange(Handle):
         if steps is None:
             return
         line, owner = self._line, self._owner
-        before, line.waiting = line.waiting, Waiting(self._call, owner.describe_tag, owner.members)
+        before, line.waiting = line.waiting, Waiting(
+            self._call, owner.describe_tag, owner.members, after=line.passed)
         try:
             with line.waiting:
                 for work in self._works:
                     work.wait()
                 for work in steps:
                     work.wait()
+            line.passed = self._call
         except RuntimeError as error:
             raise self._wire.end(line, error, owner, self._call) from error
         except BaseException:

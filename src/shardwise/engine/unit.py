@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from ..comm.lanes import Lanes
-from ..errors import LifecycleError
+from ..errors import CommunicationError, LifecycleError
 from ..plan.lifecycle import Residency, require_move
 from ..plan.options import Precision
 from ..storage.faces import OriginalFace
@@ -282,14 +283,13 @@ class Unit:
     def recover(self) -> None:
         """Back to rest after an exception, whatever had begun. Unsent gradients are lost."""
         self.face.show_originals()
-        self.uses, self.outstanding, self.unwatched, self.owing = 0, 0, False, False
+        self.uses, self.outstanding, self.unwatched, sent, self.sent = 0, 0, False, self.sent, None
+        for handle in (self, *([sent.handle] if sent is not None and not sent.summed else [])):
+            with suppress(CommunicationError):  # that may be what failed; if not, a transport still uses the buffer
+                handle.wait()
         self.reshard()
         self.gather.forget()
-        sent, self.sent = self.sent, None
-        if sent is not None and not sent.summed:
-            sent.handle.wait()  # a transport may still be reading the buffer
-        self.reducer.drop()
-        self.collector.drop()
+        self.forget_unsent()
         self.collector.begin_pass()
 
 
