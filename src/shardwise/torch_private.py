@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, with no public name
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,11 +29,10 @@ __all__ = [
     "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype", "bare_tensor",
     "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
     "forget_foreach_supported", "gradient_dtype", "group_timeout", "has_post_accumulate_hooks", "in_backward",
-    "in_functional_call", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after",
-    "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function", "outside_transforms",
-    "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter", "run_gradient_hooks",
-    "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole", "with_gradient_hooks",
-    "without_torch_function",
+    "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after", "mark_foreach_supported",
+    "never_traced", "no_gradients", "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward",
+    "quick_gather", "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check",
+    "swap_storage", "torch_wants_whole", "under_way", "with_gradient_hooks", "without_torch_function",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -106,14 +104,9 @@ def levels_of(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def in_functional_call() -> bool:
-    """Is a ``torch.func.functional_call`` under way? It tells nobody that what it registers is for one call."""
-    return _frame_of(_functional_call.__code__) is not None
-
-
-def in_tracing() -> bool:
-    """Are operations recorded into a graph (``make_fx``), on the tensors that they are run with?"""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+def under_way(*functions: Callable[..., Any]) -> bool:
+    """Is a call of one of ``functions`` under way on this thread? For those that tell nobody what they do."""
+    return _frame_of(*[inspect.unwrap(function).__code__ for function in functions]) is not None
 
 
 def _frame_of(*codes: CodeType) -> FrameType | None:
@@ -122,6 +115,11 @@ def _frame_of(*codes: CodeType) -> FrameType | None:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame
+
+
+def in_tracing() -> bool:
+    """Are operations recorded into a graph (``make_fx``), on the tensors that they are run with?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def never_traced(function: _Function) -> _Function:

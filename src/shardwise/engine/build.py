@@ -18,7 +18,7 @@ from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
 from ..storage.faces import FlatFace, OriginalFace
 from ..storage.flat_buffer import BufferPool
-from ..storage.flat_storage import FlatStorage, Place
+from ..storage.flat_storage import FLAT, FlatStorage, Place
 from ..storage.guard import guard
 from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
@@ -138,6 +138,10 @@ def _take_in(unit: Unit, choices: Choices) -> None:
         for index, entry in enumerate(storage.owned):
             unit.face.add(entry, storage, index)
         storage.set_full_precision(unit.in_full_precision)
+    shown = {(s.slot.module, s.name) for s in unit.face.showings}
+    for entry in ownership.borrowed:  # registered under another name, too
+        entry.slots[:] = [slot for slot in entry.slots if (slot.module, slot.name) not in shown]
+    unit.needs += [owner for owner in _borrow(ownership, unit.face) if owner is not unit and owner not in unit.needs]
     known = {module for _, module in unit.own_modules}
     fresh = [(name, m) for name, m in ownership.modules if m not in known and m not in kept]
     unit.buffers.observe(fresh, unit.policy.buffer)
@@ -196,6 +200,8 @@ def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:
         home = home_of(entry.parameter)
         assert home is not None
         storage, index = home
+        if index == FLAT:
+            continue  # the unit's own flat parameter
         face.add(entry, storage, index)
         owner = Unit.owning(storage)
         if owner is not None and owner not in needs:

@@ -10,11 +10,15 @@ another name for good: it then is an entrance like ``forward``, gathering once f
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, remove_parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import LifecycleError
+from ..torch_private import under_way
 from .hooks import hooks_of
 from .unit import Unit
 
@@ -44,6 +48,8 @@ class EnteredCall:
         if unit is None or hooks is None or unit.face.in_use:
             return self.__wrapped__(*args, **kwargs)
         module: Any = self._module()
+        if isinstance(module, ParametrizationList) and under_way(remove_parametrizations):
+            _refuse_removal("remove_parametrizations", unit)
         args, kwargs = hooks.before_forward(module, args, kwargs)
         try:
             output = self.__wrapped__(*args, **kwargs)
@@ -66,8 +72,36 @@ class EnteredCall:
         )
 
 
+class RefusedRemoval:
+    """``remove`` of a ``torch.nn.utils.weight_norm`` or ``spectral_norm``, which would compute with rows.
+
+    Their kernels do not notice that they are given too little memory.
+    """
+
+    def __init__(self, norm: Any, unit: Unit | None) -> None:
+        self._norm, self._unit = weakref.ref(norm), weakref.ref(unit) if unit is not None else None
+
+    def __call__(self, module: nn.Module) -> None:
+        unit, norm = self._unit() if self._unit is not None else None, self._norm()
+        if unit is not None:
+            _refuse_removal("remove_weight_norm" if isinstance(norm, WeightNorm) else "remove_spectral_norm", unit)
+        type(norm).remove(norm, module)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefusedRemoval:
+        """Without a unit, as of ``EnteredCall``."""
+        return RefusedRemoval(memo.get(id(self._norm()), self._norm()), None)
+
+
+def _refuse_removal(what: str, unit: Unit) -> NoReturn:
+    raise LifecycleError(
+        f"torch.nn.utils {what} on a sharded module: it would give new parameters that no unit holds, computed from "
+        "this rank's rows", unit=unit.name,
+        remedy="Remove it before sharding, or from the unsharded copy.deepcopy(model) made inside summon_full_params.",
+    )
+
+
 def show_at_rest(unit: Unit) -> None:
-    """Let the inner modules of ``unit`` that show its parameters be called directly."""
+    """Let the inner modules of ``unit`` that show its parameters be called directly; norms that hook them stay."""
     inner = dict.fromkeys(s.slot.module for s in unit.face.showings if s.slot.module not in unit.modules)
     for module in inner:
         table = module.__dict__
@@ -77,3 +111,7 @@ def show_at_rest(unit: Unit) -> None:
         call = EnteredCall(module, "forward", unit)
         table["forward"] = call
         unit.face.at_rest.append((table, "forward", call))
+    for _, module in unit.own_modules:
+        for hook in vars(module)["_forward_pre_hooks"].values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                vars(hook)["remove"] = RefusedRemoval(hook, unit)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..checkpoint.model_state import install, state_of
 from ..engine.build import start_session, units_below
@@ -91,6 +92,10 @@ def _copy_object(module: nn.Module, memo: Memo) -> None:
     """What ``copy.deepcopy`` does for a module without a ``__deepcopy__`` of its own."""
     if id(module) in memo:
         return
+    if is_parametrized(module):  # torch lets such a module be copied, and not reduced
+        made = memo[id(module)] = type(module).__new__(type(module))
+        made.__dict__ = copy.deepcopy(module.__dict__, memo)
+        return
     reduced: Any = object.__reduce_ex__(module, 4)
     make, arguments, state = reduced[:3]
     made = make(*arguments)
@@ -113,6 +118,11 @@ def _make_plain(unit: Unit, memo: Memo) -> None:
         kind = getattr(type(module), "_unsharded", None)
         if kind is not None:
             memo[id(module)].__class__ = kind
+    for made in (memo[id(module)] for _, module in unit.own_modules):
+        if is_parametrized(made):  # by its class, which it would share with the original: removal changes the class
+            kind = type(made)
+            own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+            made.__class__ = type(kind.__name__, kind.__bases__, own)
 
 
 def _copy_unit(unit: Unit, memo: Memo) -> Unit:

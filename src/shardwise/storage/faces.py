@@ -14,10 +14,12 @@ from operator import is_not
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import stateless
 
 from ..errors import LifecycleError, WritebackError
 from ..plan.ownership import OwnedParameter, Slot
-from ..torch_private import in_functional_call
+from ..torch_private import under_way
 from .flat_storage import FlatStorage
 from .sharded_parameter import home_of
 
@@ -192,7 +194,7 @@ class OriginalFace:
             (s, s.table.get(s.name)) for s in self.showings
             if s.table.get(s.name) is not s.storage.parameters[s.index] and not s.in_use
         ]
-        if found and in_functional_call():
+        if found and under_way(functional_call, stateless.functional_call):
             _refuse_for_one_call(found[0][0].slot.fqn, found[0][0].storage, found[0][1])
         return found
 
@@ -256,7 +258,7 @@ class FlatFace(OriginalFace):
         for name, flat in self._flat[1].items() if not self._revealed else ():
             shown, home = self._flat[0].get(name), home_of(flat)
             if shown is not flat and home is not None:
-                if in_functional_call():
+                if under_way(functional_call, stateless.functional_call):
                     _refuse_for_one_call(name, home[0], shown)
                 raise WritebackError(
                     "Cannot writeback: a flat parameter was replaced in its module", fqn=name, unit=home[0].unit,
