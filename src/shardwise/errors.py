@@ -10,6 +10,7 @@
     └── CommunicationError         a collective that did not happen as planned
         ├── DivergenceError        ranks that run different things
         └── PeerError              a rank that died or does not answer
+            └── LeftPassError      a rank that lives, and left a pass by an exception of its own
 
 A message always says what happened, and, where they are known: the parameter (FQN), the
 unit, the rank, what was expected, what came, and what to do.
@@ -25,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "ConfigurationError",
     "DivergenceError",
+    "LeftPassError",
     "LifecycleError",
     "NumbersError",
     "OptionTypeError",
@@ -123,3 +125,7 @@ class DivergenceError(CommunicationError):
 
 class PeerError(CommunicationError):
     """A rank that died or does not answer."""
+
+
+class LeftPassError(PeerError):
+    """A rank left a forward or backward by an exception of its own. All ranks may go on with the next pass."""

@@ -122,11 +122,12 @@ def require_reducible(what: str, tensor: Tensor) -> None:
                                  got=tensor.dtype, remedy="Reduce in float32 or bfloat16.")
 
 
-def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None) -> None:
-    """Raise ``DivergenceError`` on every rank unless all ranks run the same call."""
+def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None,
+                      words: str = "") -> None:
+    """Raise ``DivergenceError`` on every rank unless all ranks run the same call; ``words``: what may explain it."""
     facts = disagreement(calls, members, describe)
     if facts is not None:
-        raise DivergenceError(facts.what, got=facts.got, remedy=facts.remedy)
+        raise DivergenceError(facts.what, got=facts.got + words, remedy=facts.remedy)
 
 
 def disagreement(calls: Sequence[Call | None], members: Sequence[int],

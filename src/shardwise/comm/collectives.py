@@ -14,6 +14,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from .passes import Passes
+
 __all__ = ["COMBINE", "DONE", "VARIANT", "Collectives", "Handle", "Reduction"]
 
 
@@ -65,6 +67,8 @@ class Collectives(ABC):
     rank_order: bool = False
     #: turns a tag into words for messages; set by the engine
     describe_tag: Callable[[int], str] | None = None
+    #: of the ranks of this group; counted by the engine where a model runs on it
+    passes: Passes = Passes()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer that this transport moves without a further copy. Uninitialised."""

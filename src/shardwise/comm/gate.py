@@ -21,20 +21,22 @@ from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
 
-from ..errors import CommunicationError
-from .agreement import Call, DescribeTag, peer_error, require_agreement
+from ..errors import CommunicationError, LeftPassError
+from .agreement import Call, DescribeTag, peer_error
 from .last_words import absent, remember, words_of
+from .passes import Passes, Standing
 from .rendezvous import Peer
 from .underway import Waiting
 from .vigil import look
 
 __all__ = ["CONTROL_BYTES", "Gate", "Sources"]
 
-# The control block, in 64-bit words: the count of arrivals, whether the rank left, and two
-# places for a call. They take turns: a rank can be at most one crossing ahead of a peer.
-_COUNT, _LEFT, _CALLS, _STRIDE = 0, 1, 2, 8
-CONTROL_BYTES = 8 * (_CALLS + 2 * _STRIDE)
-_WORDS = len(Call._fields)
+# The control block, in 64-bit words: the count of arrivals, whether the rank left, and places for a call. They
+# take turns: a rank can be at most one crossing ahead of a peer, and one more for each crossing that it gave up.
+_COUNT, _LEFT, _CALLS, _STRIDE, _PLACES = 0, 1, 2, 12, 4
+CONTROL_BYTES = 8 * (_CALLS + _PLACES * _STRIDE)
+_CALL = len(Call._fields)
+_WORDS = _CALL + len(Standing._fields)
 
 
 class Sources(NamedTuple):
@@ -51,6 +53,8 @@ class Gate:
 
     def __init__(self, rank: int, peers: Sequence[Peer], timeout_s: float) -> None:
         self.describe_tag: DescribeTag | None = None
+        self.passes = Passes()
+        self._place = rank
         self._members = tuple(peer.rank for peer in peers)
         self._timeout_s = timeout_s
         self._peers = [peer for place, peer in enumerate(peers) if place != rank]
@@ -73,31 +77,43 @@ class Gate:
 
     def meet(self, call: Call, sources: Sources = NOTHING) -> list[Sources]:
         """Wait until all ranks came with the same call; gives what each of them lays open."""
-        self._require_open(call)
-        place = _CALLS + _STRIDE * ((self._count + 1) % 2)
-        for word, value in enumerate((*call, *sources), place):
-            self._own[word] = value
-        self.cross(call)
-        rows = [block[place : place + _WORDS + 2].tolist() for block in self._blocks]
-        mine = list(call)
-        if any(row[:_WORDS] != mine for row in rows):
-            require_agreement([Call(*row[:_WORDS]) for row in rows], self._members, self.describe_tag)
-        return [Sources(*row[_WORDS:]) for row in rows]
+        while True:
+            self._require_open(call)
+            passes, place = self.passes, _CALLS + _STRIDE * ((self._count + 1) % _PLACES)
+            mine = [*call, passes.count if passes.inside else -passes.count, passes.left]
+            for word, value in enumerate((*mine, *sources), place):
+                self._own[word] = value
+            self.cross(call, passes)
+            rows = [block[place : place + _WORDS + 2].tolist() for block in self._blocks]
+            if not any(row[:_WORDS] != mine for row in rows) or self._agreed(rows):
+                return [Sources(*row[_WORDS:]) for row in rows]
 
-    def cross(self, call: Call) -> None:
-        """Wait until all ranks have arrived here."""
+    def _agreed(self, rows: list[list[int]]) -> bool:
+        return self.passes.agreed([Call(*row[:_CALL]) for row in rows], [Standing(*row[_CALL:_WORDS]) for row in rows],
+                                  self._place, self._members, self.describe_tag)
+
+    def cross(self, call: Call, passes: Passes | None = None) -> None:
+        """Wait until all ranks have arrived here. ``passes``: the wait may be given up when a rank has left one.
+
+        A crossing that was given up is over for this rank: others arrive there yet, and see that they must ask again.
+        """
         self._require_open(call)
         self._count += 1
         self._fence()
         self._own[_COUNT] = self._count
         self._ring()
         try:
-            self._wait(call)
+            self._wait(call, passes)
         except BaseException as error:
-            self.shut(str(error) or type(error).__name__)
+            if not (isinstance(error, LeftPassError) and self._keeps_pace()):
+                self.shut(str(error) or type(error).__name__)
             raise
         self._passed = call
         self._fence()
+
+    def _keeps_pace(self) -> bool:
+        """Is no peer so far behind that it may still read the place which this rank writes next?"""
+        return all(block[_COUNT] > self._count + 1 - _PLACES for block in self._blocks)
 
     def shut(self, reason: str) -> None:
         """Tell the peers that this rank comes no more, and free the descriptors. Safe to call twice."""
@@ -109,9 +125,10 @@ class Gate:
         for descriptor in (self._bell, *(fd for peer in self._peers for fd in (peer.bell, peer.life))):
             os.close(descriptor)
 
-    def _wait(self, call: Call) -> None:
+    def _wait(self, call: Call, passes: Passes | None) -> None:
         if self._missing():
             wait = Waiting(call, self.describe_tag, self._members, self._missing, self._passed)
+            wait.passes = passes
             with wait:
                 self._wait_for_missing(call, wait)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 
-__all__ = ["absent", "introduce", "lost", "remember", "shortly", "words_of"]
+__all__ = ["absent", "introduce", "lost", "read", "remember", "shortly", "tell", "words_of"]
 
 _MOMENT_S = 2.0
 _LONGEST = 500
@@ -68,9 +68,15 @@ def _say(text: str) -> None:
     shortly(lambda: store.set(key, text[:_LONGEST]))
 
 
+def tell(key: str, line: str) -> None:
+    """Put ``line`` after what any rank has told under ``key``."""
+    if (store := _Kept.store) is not None:
+        shortly(lambda: store.append(key, line))
+
+
 def words_of(ranks: Iterable[int]) -> str:
     """``; rank 1 raised ValueError: …`` for those of ``ranks`` that said something, or nothing."""
-    said = {rank: text for rank in ranks if (text := _read(f"shardwise/words/{rank}"))}
+    said = {rank: text for rank in ranks if (text := read(f"shardwise/words/{rank}"))}
     return "".join(f"; rank {rank} raised {text}" for rank, text in said.items())
 
 
@@ -91,7 +97,7 @@ def remember(pids: Mapping[int, int]) -> None:
 
 
 def _card(rank: int) -> tuple[str, int] | None:
-    if rank not in _Kept.cards and (text := _read(f"shardwise/rank/{rank}")):
+    if rank not in _Kept.cards and (text := read(f"shardwise/rank/{rank}")):
         host, pid = json.loads(text)
         _Kept.cards[rank] = host, pid
     return _Kept.cards.get(rank)
@@ -108,7 +114,7 @@ def lost(members: Iterable[int], error: Exception, seen: Mapping[int, str] | Non
     while not gone and not (gone := absent(members)) and time.monotonic() < end:
         time.sleep(0.02)
     if not gone:
-        gone = {rank: "never came here" for rank in members if not _read(f"shardwise/rank/{rank}") and _answers()}
+        gone = {rank: "never came here" for rank in members if not read(f"shardwise/rank/{rank}") and _answers()}
     if not gone and len(members) == 1:
         gone = {members[0]: "died or does not answer"}
     who = " and ".join(f"rank {rank} {state}" for rank, state in gone.items())
@@ -136,7 +142,8 @@ def _host() -> str:
     return ""
 
 
-def _read(key: str) -> str | None:
+def read(key: str) -> str | None:
+    """What was told under ``key``."""
     store = _Kept.store
     if store is None:
         return None

@@ -21,4 +21,6 @@ def separate_from(transport: Collectives, device: torch.device) -> Collectives:
         return transport
     if transport not in _GROUPS:
         _GROUPS[transport] = dist.new_group(list(transport.members), use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
-    return collectives_for(_GROUPS[transport], device)
+    made = collectives_for(_GROUPS[transport], device)
+    made.passes = transport.passes
+    return made

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CommunicationError, DivergenceError
+from ..errors import CommunicationError, DivergenceError, LeftPassError
 from .agreement import (
     Call,
     Kind,
@@ -231,11 +231,12 @@ class _Attendance:
 
     def __enter__(self) -> None:
         owner = self._owner()
-        self._gate.describe_tag = owner.describe_tag if owner else None
+        if owner is not None:
+            self._gate.describe_tag, self._gate.passes = owner.describe_tag, owner.passes
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # All ranks have a divergence at the same place, and may go on.
-        if kind is not None and not issubclass(kind, DivergenceError):
+        # All ranks have a divergence at the same place, and may go on; so may they after a pass that one of them left.
+        if kind is not None and not issubclass(kind, (DivergenceError, LeftPassError)):
             self._gate.shut(f"it failed with {error or kind.__name__}")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .agreement import Call, DescribeTag
 
 if TYPE_CHECKING:
+    from .passes import Passes
     from .vigil import Signs
 
 __all__ = ["Waiting"]
@@ -17,14 +18,16 @@ __all__ = ["Waiting"]
 class Waiting:
     """One wait; inside it, this process waits for the other ranks of a collective."""
 
-    __slots__ = ("_before", "after", "call", "describe", "members", "missing", "next_look", "signs", "since")
+    __slots__ = ("_before", "after", "call", "describe", "members", "missing", "next_look", "passes",
+                 "signs", "since")
     now: ClassVar[Waiting | None] = None  #: what this process waits in
 
     def __init__(self, call: Call, describe: DescribeTag | None, members: Sequence[int],
                  missing: Callable[[], Sequence[int]] | None = None, after: Call | None = None) -> None:
         self.call, self.describe, self.members = call, describe, members
         self.missing = missing  #: who has not come, where that can be told
-        self.after = after  #: the collective of these ranks before this one
+        self.after = after  #: the collective of these ranks before this one, where it is known
+        self.passes: Passes | None = None  #: those of these ranks, where the group outlives a wait that is given up
         self.since = time.monotonic()
         self.next_look = self.since + 1.0  #: when to look whether those that are missing can come (``vigil``) …
         self.signs: Signs | None = None  #: … and what was seen then
@@ -44,6 +47,10 @@ class Waiting:
             names = ", ".join(map(str, missing))
             text += f" (rank {names} has not come)" if len(missing) == 1 else f" (ranks {names} have not come)"
         return text
+
+    def needed(self) -> Sequence[int]:
+        """The ranks that have not come, as far as that is known."""
+        return self.members if self.missing is None else self.missing()
 
     def came_last(self) -> str:
         """``; it came last to gather of 'layers.0'``, where that is known: all of these ranks did."""

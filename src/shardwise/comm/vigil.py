@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ..errors import ConfigurationError
 from .agreement import peer_error
 from .last_words import absent, words_of
+from .passes import notice_leavers
 from .underway import Waiting
 
 __all__ = ["Signs", "look", "lost_after"]
@@ -63,11 +64,12 @@ def look(wait: Waiting) -> None:
     """Raise ``PeerError`` if a rank that ``wait`` needs will not come. To be called ``wait.next_look``, and again."""
     limit_s = lost_after()
     wait.next_look = time.monotonic() + min(_EVERY * limit_s or 1.0, 1.0)
+    notice_leavers(wait)
     if not limit_s:
         return
     if wait.signs is None:
         wait.signs = Signs()
-    if lost := wait.signs.lost(wait.members if wait.missing is None else wait.missing(), limit_s):
+    if lost := wait.signs.lost(wait.needed(), limit_s):
         who = " and ".join(f"rank {rank} {state}" for rank, state in lost.items())
         words = f"{wait.came_last()}{words_of(lost)}; {_VARIABLE}=0 would go on waiting"
         raise peer_error(who, wait.call, wait.members, wait.describe, words)

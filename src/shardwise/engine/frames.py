@@ -8,7 +8,7 @@ from types import FrameType
 
 from torch import nn
 
-__all__ = ["running", "running_anywhere"]
+__all__ = ["is_call", "running", "running_anywhere"]
 
 _CALL = nn.Module._call_impl.__code__
 _RESUMED = "torch_dynamo_resume_in"  # what is left of a function behind a graph break
@@ -23,6 +23,11 @@ def running_anywhere(modules: Sequence[nn.Module]) -> bool:
     """May any thread be in a call of ``modules``? What a compiler took apart may be one of any module."""
     return any(_is_call(frame, modules) or frame.f_code.co_name.startswith(_RESUMED)
                for frame in _outwards(sys._current_frames().values()))
+
+
+def is_call(frame: FrameType) -> bool:
+    """Is this the call of a module?"""
+    return frame.f_code is _CALL
 
 
 def _outwards(innermost: Iterable[FrameType]) -> Iterator[FrameType]:

@@ -19,6 +19,7 @@ from torch import nn
 from ..errors import LifecycleError
 from ..storage.faces import Showing
 from ..torch_private import never_traced
+from .departures import present_failure
 from .frames import running
 from .precision import cast_floating, cast_inputs, cast_outputs, cast_up
 from .session import Session
@@ -93,9 +94,8 @@ class UnitHooks:
             watched = None
             if torch.is_grad_enabled():
                 args, kwargs, watched = watch_input(args, kwargs)
-        except BaseException:
-            if len(session.open) > depth:
-                session.leave_forward(unit)
+        except BaseException as error:
+            session.departures.failed_to_enter(unit, error, depth)
             raise
         self._failed = False
         self._open.append(watched)
@@ -121,8 +121,10 @@ class UnitHooks:
         assert session is not None
         unit = self.unit
         call = session.leave_forward(unit)
+        if output is None and (error := present_failure()) is not None:
+            session.departures.failed(unit, error)
         changed = cast_outputs(unit, output) if unit.precision.output is not None else output
-        if torch.is_grad_enabled() and output is not None and not session.is_entered(unit):
+        if torch.is_grad_enabled() and output is not None and not session.step.is_entered(unit):
             left = (*self._side.in_attributes(), *self._side.in_arguments((*args, *kwargs.values())))
             nodes = nodes_of(changed, left, watched)
             if nodes:

@@ -5,8 +5,8 @@ All that lives for one iteration sits in one ``Step``; after an exception anywhe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 
@@ -16,6 +16,7 @@ from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
 from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward
 from .buffers import buffers_for_compute, cast_buffers
+from .departures import Departures, declare_void
 from .likeness import require_likeness
 from .residents import Residents
 from .settings import Schedule
@@ -34,11 +35,10 @@ class Session:
 
     def __init__(self, root: Unit, units: Sequence[Unit], lanes: Lanes, schedule: Schedule) -> None:
         self.root, self.units, self.lanes, self.schedule = root, list(units), lanes, schedule
-        self.pass_, self.step = _REST, Step()
-        self.residents = Residents(lanes, schedule)
+        self.pass_, self.step, self.residents = _REST, Step(), Residents(lanes, schedule)
         self.open: list[Unit] = []  #: forwards under way, the innermost last
-        self._started: list[Unit] = []  #: in the order of this forward …
-        self._last_started: list[Unit] = []  #: … and of the last one
+        self._started, self._last_started = list[Unit](), list[Unit]()  #: in the order of this forward, of the last one
+        self.departures = Departures(self)
         self.guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
         self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
@@ -51,6 +51,8 @@ class Session:
         if self.pass_ is not to:
             require_move(self.root, self.pass_, to)
             self.pass_ = to
+            for passes in self.departures.passes:
+                passes.inside = to is not _REST
 
     def gather(self, unit: Unit) -> None:
         """Begin to gather ``unit`` and the units that it borrows from."""
@@ -100,11 +102,13 @@ class Session:
         refuse_tracing(self.root.name)
         self._compared = self._compared or require_likeness(self.root, self.units)
         self._move(_FORWARD)
+        for passes in self.departures.passes:
+            passes.count += 1
         self.residents.drain(keep=0)
         cast_buffers(buffers_for_compute(unit.buffers for unit in self.units))
         kept = [unit for unit in self.units if unit.gather.holds_memory] if self.step.keep_gathered else []
         for unit in self.units:
-            unit.before = None
+            unit.before, unit.outstanding_before = None, unit.outstanding
             unit.turns.begin()
             unit.gather.forget()
             if unit.settings.reshard_after_backward and not unit.asked:
@@ -114,8 +118,7 @@ class Session:
             unit.take_over_edits()
             self.residents.gather(unit)
             unit.wait()
-        if torch.is_grad_enabled():
-            self._guard(True)
+        self._guard(self.guarded or torch.is_grad_enabled())
         self._started, self._last_started, self._ended = [], self._started, None
 
     def _guard(self, on: bool) -> None:
@@ -134,16 +137,16 @@ class Session:
             if self._ended is not unit:
                 unit.before = self._ended
             self._ended = unit
-        call = Call(unit, recomputed=recomputing)
-        kept_root = unit is self.root and unit.settings.keep_as_root and torch.is_grad_enabled()
-        free = (unit.settings.reshard_after_forward and not kept_root) or not torch.is_grad_enabled()
+        graded = torch.is_grad_enabled()
+        kept_root = unit is self.root and unit.settings.keep_as_root and graded
+        free = (unit.settings.reshard_after_forward and not kept_root) or not graded
         free = free and not recomputing and (unit.turns.forward_over() or not self.open)
-        unit.gather.keeping = torch.is_grad_enabled() and not recomputing
+        unit.gather.keeping = graded and not recomputing
         self.unuse(unit, free=free)
         torch.clear_autocast_cache()  # it may hold casts of leaves: memory, and stale after the next step
         if not self.open and self.pass_ is _FORWARD:
             self._end_forward()
-        return call
+        return Call(unit, recomputed=recomputing)
 
     def _end_forward(self) -> None:
         self._move(_REST)
@@ -181,7 +184,8 @@ class Session:
         for unit in self.units:
             unit.collector.begin_pass()
             unit.unwatched |= self.step.keep_gathered  # second derivatives may still be on their way
-        queue_after_backward(self.end_backward)
+        self._ending = ref(end := self.end_backward, self.departures.backward_dropped)
+        queue_after_backward(end)
 
     @outside_transforms
     def enter_backward(self, call: Call) -> None:
@@ -203,10 +207,6 @@ class Session:
         self.step.touched[unit] = None
         if self.schedule.backward is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
-
-    def is_entered(self, unit: Unit) -> bool:
-        """Does a backward of ``unit`` run? A forward now is its recompute, whose own graph stays unused."""
-        return any(call.unit is unit for call in self.step.entered)
 
     @outside_transforms
     def leave_backward(self, call: Call) -> None:
@@ -294,7 +294,7 @@ class Session:
         self._guard(False)
         for unit in self.units:
             unit.recover()
-        self.step, self.open, self.pass_, self._started = Step(), [], _REST, []
+        self.step, self.open, self._started = Step(), [], []
+        self._move(_REST)
         if backward:
-            warnings.warn("shardwise: the last backward did not finish, so gradients may hold part of a step; "
-                          "call zero_grad() before the next one", RuntimeWarning, stacklevel=5)
+            declare_void()

@@ -34,3 +34,7 @@ class Step:
     touched: dict[Unit, None] = field(default_factory=dict["Unit", None])  #: whose backward was entered
     creating_graph: bool = False  #: this backward makes a graph of its own (create_graph=True)
     keep_gathered: bool = False  #: such a graph exists: nothing may be freed before it is used
+
+    def is_entered(self, unit: Unit) -> bool:
+        """Does a backward of ``unit`` run? A forward now is its recompute, whose own graph stays unused."""
+        return any(call.unit is unit for call in self.entered)

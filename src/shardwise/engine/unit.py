@@ -43,8 +43,8 @@ class Unit:
     __slots__ = (
         "__weakref__", "_replan", "asked", "before", "buffers", "collector", "face", "flags", "fqn", "gather",
         "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
-        "outstanding", "owing", "own_modules", "policy", "precision", "reducer", "residency", "roster",
-        "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses", "values",
+        "outstanding", "outstanding_before", "owing", "own_modules", "policy", "precision", "reducer", "residency",
+        "roster", "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses", "values",
     )
     _owners: ClassVar[weakref.WeakKeyDictionary[FlatStorage, weakref.ref[Unit]]] = (
         weakref.WeakKeyDictionary())
@@ -65,7 +65,7 @@ class Unit:
         self.asked = False  #: the user called unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.turns = Turns(len(self.modules))
-        self.outstanding = 0  #: forwards whose backward has not run yet
+        self.outstanding = self.outstanding_before = 0  #: forwards whose backward has not run yet; as the pass began
         self.before: Unit | None = None  #: the unit whose forward ended before this one's
         self._replan = False  #: other leaves, or other ones trained, than the collector planned for
         self.owing = False  #: a backward of it, with gradients here or not, was not followed by a reduction yet

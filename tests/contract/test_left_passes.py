@@ -1,0 +1,170 @@
+"""C22, A19: a rank that catches its own exception leaves the others in that pass: they hear of it, and all go on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.errors import LeftPassError
+from tests.bed import ranks
+
+
+class _Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("bad gradient")
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("bad batch")
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        shardwise.fully_shard(layer)
+    return shardwise.fully_shard(model)
+
+
+def _step(model: nn.Module, number: int, rank: int) -> float:
+    loss = model(torch.full((2, 8), float(number + rank))).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+@contextmanager
+def _harmed(model: nn.Sequential, phase: str, on: bool) -> Iterator[None]:
+    """On the rank where it is on, the middle layer raises."""
+    if not on:
+        yield
+        return
+    handle = (model[1].register_forward_pre_hook(_raise) if phase == "forward"
+              else model[1].register_forward_hook(lambda _module, _args, output: _Bomb.apply(output)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _texts(model: nn.Sequential, phase: str, rank: int, meanwhile: Callable[[], None]) -> str:
+    """A step that rank 1 leaves, and what each rank is told; ``meanwhile`` is what rank 1 does then."""
+    _step(model, 0, rank)
+    model.zero_grad()
+    with _harmed(model, phase, rank == 1), pytest.raises(LeftPassError if rank == 0 else ValueError) as caught:
+        _step(model, 1, rank)
+    if rank == 1:
+        meanwhile()
+    return str(caught.value)
+
+
+def _goes_on(model: nn.Sequential, rank: int) -> None:
+    """The next batches give what they give in a model that nothing happened to."""
+    calm = _model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*the last backward did not finish")
+        model.zero_grad()
+        for number in (2, 3):
+            assert _step(model, number, rank) == _step(calm, number, rank)
+    for ours, theirs in zip(model.parameters(), calm.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+
+
+@ranks(2)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_A19_a_rank_that_goes_on_with_the_next_batch(phase: str, rank: int) -> None:
+    """The others are told as soon as it meets them there."""
+    model = _model()
+    text = _texts(model, phase, rank, lambda: None)
+    _goes_on(model, rank)
+    if rank == 0:
+        where = ("forward of '1' by ValueError: bad batch, so there is no gather of '2'" if phase == "forward"
+                 else r"backward of '\(root\)' by an exception in autograd, so there is no gather of '1'")
+        assert re.match(rf"shardwise: rank 1 left pass \d+ in {where} in the group of ranks 0, 1\. ", text), text
+        assert "All ranks live." in text
+
+
+@ranks(2)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_A19_a_rank_that_waits_elsewhere(phase: str, rank: int) -> None:
+    """The others read its note, when they have waited for a second."""
+    model = _model()
+    text = _texts(model, phase, rank, dist.barrier)
+    if rank == 0:
+        dist.barrier()
+        assert re.match(rf"shardwise: rank 1 left pass \d+ in {phase} of ", text), text
+    _goes_on(model, rank)
+
+
+@ranks(2)
+def test_C8_a_rank_that_goes_on_where_units_may_be_skipped(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        shardwise.fully_shard(layer)
+    shardwise.fully_shard(model, allow_skipped_units=True)
+    _texts(model, "forward", rank, lambda: None)
+    _goes_on(model, rank)
+
+
+@ranks(4)
+def test_A19_all_others_are_told_wherever_they_are(rank: int) -> None:
+    """Rank 1 comes late to its next batch, rank 2 is the first that gives up, and rank 3 is still computing."""
+    model = _model()
+    _step(model, 0, rank)
+    model.zero_grad()
+    slow = model[1].register_forward_pre_hook(lambda *_: dist.barrier()) if rank == 3 else None
+    with _harmed(model, "forward", rank == 1), pytest.raises(ValueError if rank == 1 else LeftPassError) as caught:
+        _step(model, 1, rank)
+    if slow is None:
+        dist.barrier()  # rank 3 goes on when all others have left
+    else:
+        slow.remove()
+    if rank != 1:
+        assert "rank 1 left pass" in str(caught.value)
+    _goes_on(model, rank)
+
+
+@ranks(2)
+def test_A19_an_exception_that_forward_itself_catches_leaves_no_pass(rank: int) -> None:
+    class Patient(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = shardwise.fully_shard(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(x)
+            except ValueError:
+                return self.inner(x + 1)
+
+    torch.manual_seed(0)
+    model = shardwise.fully_shard(Patient())
+    handle = model.inner.register_forward_pre_hook(_raise)
+    with pytest.raises(ValueError):
+        _step(model, 0, rank)
+    handle.remove()
+    raised = [False]
+
+    def once(*_: Any) -> None:
+        if not raised[0]:
+            raised[0] = True
+            _raise()
+
+    model.inner.register_forward_pre_hook(once)
+    _step(model, 1, rank)
+    assert raised == [True]
+    _step(model, 2, rank)
