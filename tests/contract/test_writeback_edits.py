@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwise
 from shardwise import MixedPrecision, MixedPrecisionPolicy
-from shardwise.errors import WritebackError
+from shardwise.errors import LifecycleError, WritebackError
 from tests.bed import ranks
 from tests.bed.fronts import FRONTS, full_parameters, shard, units
 from tests.bed.models import TinyMLP, loss, points
@@ -215,3 +218,42 @@ def test_A20_a_kept_value_is_not_overwritten(rank: int, front: str) -> None:
         model(points(rank, 0)[0])
     assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
     loss(model, points(rank, 0)).backward()
+
+
+def _double(model: Any, name: str, **options: bool) -> None:
+    with shardwise.summon_full_params(model, **options), torch.no_grad():
+        path, _, local = name.rpartition(".")
+        if not options.get("rank0_only") or dist.get_rank() == 0:
+            getattr(model.get_submodule(path), local).mul_(2.0)
+
+
+def _look(model: Any) -> None:
+    with shardwise.summon_full_params(model):
+        pass
+
+
+BETWEEN: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "an edit in a summon": (lambda model: _double(model, "middle.weight"), True),
+    "of a unit's last parameter": (lambda model: _double(model, "outward.bias"), True),
+    "of the first rank": (lambda model: _double(model, "outward.bias", rank0_only=True), True),
+    "that is not kept": (lambda model: _double(model, "inward.weight", writeback=False), False),
+    "a summon that only reads": (_look, False),
+    "a load": (lambda model: model.load_state_dict(model.state_dict()), True),
+}
+
+
+@ranks(2)
+@fronts
+@pytest.mark.parametrize("what", BETWEEN)
+def test_A2_values_change_between_forward_and_backward(rank: int, world: int, front: str, what: str) -> None:
+    """Noticed on every rank, whichever parameter it was; a look at them is no change."""
+    twins, (change, refused) = _twins(front, rank, world, strategy="FULL_SHARD"), BETWEEN[what]
+    late = loss(twins.model, points(rank, 1))
+    change(twins.model)
+    if not refused:
+        late.backward()
+        return
+    with pytest.raises(LifecycleError, match=r"changed between a forward and its backward.*load or edit parameters"):
+        late.backward()
+    with pytest.warns(RuntimeWarning, match="did not finish"):
+        loss(twins.model, points(rank, 2)).backward()

@@ -49,6 +49,7 @@ def write_rows(storage: FlatStorage, index: int, rows: Tensor) -> None:
                                   remedy="Load outside of summon_full_params.")
         target = local_rows(storage, index)
         target.copy_(rows.reshape(target.shape))
+        storage.edits += 1
 
 
 def rows_from(storage: FlatStorage, index: int, value: Any, key: str, *, local: bool = False) -> Tensor:

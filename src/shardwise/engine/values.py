@@ -10,6 +10,7 @@ import torch
 from ..errors import LifecycleError, name_list
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
+from ..storage.visible import version_of
 from ..torch_private import in_backward, in_tracing, without_torch_function
 
 __all__ = ["count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing", "require_values"]
@@ -29,10 +30,9 @@ def refuse_precision(unit: str, *, full: bool) -> NoReturn:
 
 
 def count_changes(storages: Sequence[FlatStorage]) -> int:
-    """Grows when an optimizer's step, or a load, changes the parameters in place: looks at one of each storage."""
+    """Grows when a step, a load or a summon changes the parameters: looks at one of each storage, as all change."""
     with without_torch_function():
-        firsts = [storage.visible[0].parameter for storage in storages if storage.visible]
-        return sum([first._version for first in firsts if not first.is_inference()])
+        return sum([storage.edits + version_of(storage.visible[0].parameter) for storage in storages])
 
 
 def refuse_other_values(unit: str) -> NoReturn:
@@ -40,7 +40,7 @@ def refuse_other_values(unit: str) -> NoReturn:
     raise LifecycleError(
         "parameters were changed between a forward and its backward, so its gradients would be of neither",
         unit=unit, expected="the values of the forward", got="newer ones",
-        remedy="Call optimizer.step() after the backward of every forward before it.",
+        remedy="Call optimizer.step(), and load or edit parameters, after the backward of every forward before it.",
     )
 
 

@@ -190,8 +190,9 @@ def _narrow(unit: Unit, widened: list[Widened], options: WideningOptions) -> Wri
         edits = [one.edits(parameters) for one, parameters in zip(widened, shown, strict=True)]
     except WritebackError as error:
         failure = error
+    edited = any(edits) or any(one.changed_in_place for one in widened)
     if options.broadcasts:
-        failure = _agree(unit, failure)
+        failure, edited = _agree(unit, failure, edited)
     keep = options.writeback and failure is None
     leaves = [storage.leaves for storage in unit.storages]
     for one, changed in zip(widened, edits, strict=False):
@@ -199,6 +200,7 @@ def _narrow(unit: Unit, widened: list[Widened], options: WideningOptions) -> Wri
             one.take_over(changed, replicate)
     for one, parameters in zip(widened, shown, strict=True):
         one.close(parameters, keep=keep, replicate=replicate)
+        one.note_edits(keep and edited)
     _SUMMONED.pop(unit, None)
     if keep:
         unit.take_over_edits()
@@ -209,13 +211,14 @@ def _narrow(unit: Unit, widened: list[Widened], options: WideningOptions) -> Wri
     return failure
 
 
-def _agree(unit: Unit, failure: WritebackError | None) -> WritebackError | None:
-    """The main rank's failure is everybody's."""
+def _agree(unit: Unit, failure: WritebackError | None, edited: bool) -> tuple[WritebackError | None, bool]:
+    """The main rank's failure is everybody's, and so are its edits."""
     device = unit.storages[0].compute_device if unit.storages else None
-    flag = torch.tensor([int(failure is not None)], dtype=torch.int32, device=device)
+    flags = torch.tensor([int(failure is not None), int(edited)], dtype=torch.int32, device=device)
     for comm in unit.groups.nontrivial:
-        comm.all_reduce(flag, Reduction.MAX).wait()
-    if failure is None and int(flag):
-        return WritebackError("Cannot writeback: the first rank's edit inside summon_full_params did not fit",
-                              unit=unit.name, remedy="See the error of the group's first rank.")
-    return failure
+        comm.all_reduce(flags, Reduction.MAX).wait()
+    failed, edited = map(bool, flags.tolist())
+    if failure is None and failed:
+        failure = WritebackError("Cannot writeback: the first rank's edit inside summon_full_params did not fit",
+                                 unit=unit.name, remedy="See the error of the group's first rank.")
+    return failure, edited

@@ -67,6 +67,7 @@ class FlatStorage:
             precision.compute_dtype(self.parameters[0].dtype).itemsize,
         )
         self.widened = False  #: a summon_full_params is open on it
+        self.edits = 0  #: changes of values that the version of its first visible parameter does not show
         self.filled_by_hand = False  #: did the user give it memory, by ``to_empty``?
         self.whole = self.world_size == 1  #: do the user's parameters show whole values now?
         self.shown_by: list[Any] = []  #: the ``Showing`` of every slot that shows one of its parameters

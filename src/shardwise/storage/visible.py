@@ -9,7 +9,7 @@ from torch import nn
 
 from .flat_buffer import BufferPool
 
-__all__ = ["Place", "Visible"]
+__all__ = ["Place", "Visible", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,8 @@ class Visible:
     @property
     def numel(self) -> int:
         return self.parameter.numel()
+
+
+def version_of(parameter: nn.Parameter) -> int:
+    """Grows with each change in place, as an optimizer's step; 0 where torch does not count."""
+    return 0 if parameter.is_inference() else parameter._version

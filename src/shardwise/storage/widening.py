@@ -19,6 +19,7 @@ from ..comm.collectives import Collectives
 from ..errors import WritebackError
 from .flat_storage import FlatStorage
 from .sharded_parameter import home_of
+from .visible import version_of
 from .wide_gradients import WideGradients
 
 __all__ = ["Widened", "WideningOptions"]
@@ -48,6 +49,7 @@ class Widened:
         self.full: Tensor | None = None  #: [N*S] gathered; None where nothing had to be
         self._backup = storage.shard.clone() if storage.world_size == 1 and not options.writeback else None
         self._pointers: list[int] = []
+        self._versions: list[int] = []
         self._gradients = WideGradients(storage, storage.kind)
 
     # ------------------------------------------------------------------ wider
@@ -71,6 +73,7 @@ class Widened:
                 for index, parameter in enumerate(storage.parameters):
                     parameter.data = storage.pick(self.full, index)
             self._pointers = [parameter.data_ptr() for parameter in storage.parameters]
+            self._versions = [version_of(parameter) for parameter in storage.parameters]
             if self.main:
                 self._gradients.show()
 
@@ -88,6 +91,17 @@ class Widened:
         for index, value in changed:
             self._check(index, value, value.dtype if moved else self.storage.stored_dtype)
         return changed
+
+    @property
+    def changed_in_place(self) -> bool:
+        """Was any of the parameters changed so, on this rank?"""
+        return [version_of(parameter) for parameter in self.storage.parameters] != self._versions
+
+    def note_edits(self, edited: bool) -> None:
+        """Let the count of changes grow if any rank ``edited`` what is kept, and only then."""
+        storage = self.storage
+        seen = 0 if storage.hidden else version_of(storage.parameters[0]) - self._versions[0]
+        storage.edits += int(edited) - seen
 
     def _assigned(self, index: int, parameter: nn.Parameter) -> bool:
         if parameter is self.storage.parameters[index]:

@@ -24,7 +24,7 @@ from .faces import OriginalFace, Showing
 from .filling import leave_meta
 from .flat_storage import FlatStorage
 from .sharded_parameter import enroll, home_of, withdraw
-from .visible import Visible
+from .visible import Visible, version_of
 
 __all__ = ["follow_off_meta", "take_over_edits", "take_over_replacements"]
 
@@ -194,6 +194,7 @@ def _replace(showing: Showing, found: nn.Parameter, seen: Visible) -> None:
         storage.local_view(seen).copy_(value)
         found.grad = None
     withdraw(old)
+    storage.edits += 1 + version_of(old) - version_of(found)
     storage.replace_parameter(seen, found)
     enroll(found, storage, index)
     storage.point_at_shard(seen)
