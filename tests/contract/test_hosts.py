@@ -93,12 +93,14 @@ def _heal(hosts: list[str]) -> None:
         subprocess.run(["ip", "-n", name, "neigh", "flush", "dev", link, "nud", "permanent"], check=True)
 
 
-def _start_hosts(stack: ExitStack, hosts: list[str], folder: Path) -> list[subprocess.Popen[str]]:
+def _start_hosts(
+    stack: ExitStack, hosts: list[str], folder: Path, variables: dict[str, str]
+) -> list[subprocess.Popen[str]]:
     started: list[subprocess.Popen[str]] = []
     for number, host in enumerate(hosts):
         name, link = host.split()
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1",
-                                    "PYTHONPATH": f"{_ROOT / 'src'}:{_ROOT}"}
+        environment = os.environ | variables | {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1",
+                                                "PYTHONPATH": f"{_ROOT / 'src'}:{_ROOT}"}
         command = ["ip", "netns", "exec", name, sys.executable, str(_CUT_SCRIPT), str(number), str(folder)]
         process = stack.enter_context(subprocess.Popen(command, env=environment, text=True, bufsize=1,
                                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -127,12 +129,15 @@ def _tell(processes: list[subprocess.Popen[str]], text: str) -> None:
         process.stdin.write(text + "\n")
 
 
-@pytest.mark.parametrize(("how", "point"), [("down", "step"), ("lost", "save")])
-def test_A19_a_network_is_cut_and_heals(hosts: list[str], tmp_path: Path, how: str, point: str) -> None:
-    """Every rank stops within the time limit of the group; the run goes on from its checkpoint, bit by bit."""
+@pytest.mark.parametrize(("how", "point", "limit"), [("down", "step", ""), ("lost", "save", ""), ("lost", "step", "2")])
+def test_A19_a_network_is_cut_and_heals(
+    hosts: list[str], tmp_path: Path, how: str, point: str, limit: str
+) -> None:
+    """Every rank stops within the time limit of the group, or, where that is torch's own, within ``limit``; the run
+    goes on from its checkpoint, bit by bit."""
     left = sorted(Path("/dev/shm").iterdir())
     with ExitStack() as stack:
-        processes = _start_hosts(stack, hosts, tmp_path)
+        processes = _start_hosts(stack, hosts, tmp_path, {"SHARDWISE_LOST_AFTER": limit} if limit else {})
         _tell(processes, f"29711 until-cut {point}")
         assert _line(processes[0]) == "now"
         _cut(hosts, how)
@@ -143,6 +148,7 @@ def test_A19_a_network_is_cut_and_heals(hosts: list[str], tmp_path: Path, how: s
             print(f"rank {rank} after {float(moment) - cut:.1f} s: {text}")
             assert float(moment) - cut < LIMIT_S + _GRACE_S
             assert re.search(r"ranks? \d", text)
+            assert not limit or "no sign of life" in text or "closed" in text or "left the group" in text, text
         assert sorted(Path("/dev/shm").iterdir()) == left
         _heal(hosts)
         _tell(processes, "29712 resume")

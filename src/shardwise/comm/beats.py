@@ -1,9 +1,9 @@
-"""Signs of life between hosts, for where a rank may be busy for long and the others only wait.
+"""Signs of life between hosts: of a process on its own host a rank can see whether it lives.
 
-Of a process on its own host a rank can see whether it lives. For those on other hosts each rank writes a
-number into the store of the group, again and again, from a thread of its own. A rank that is busy goes on
-doing so; one that is dead, stopped, or behind a network that is cut does not. A rank that the store itself
-does not answer sees no number change, so both sides of a cut notice.
+Where ranks are on several hosts, each writes a number into the store of the group, again and again, from a thread of
+its own, and beside it what it is doing. A rank that is busy goes on doing so; one that is dead, stopped, or behind a
+network that is cut does not. A rank that the store itself does not answer sees no number change, so both sides of a
+cut notice. The thread has a connection of its own to the store, for another may be waiting in there for long.
 """
 
 from __future__ import annotations
@@ -11,40 +11,55 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
-from .last_words import shortly
+import torch.distributed as dist
+
+from .last_words import introduce, read_all
 
 __all__ = ["Beats"]
 
+#: so many ranks are listened to, beginning with the next one: in a large world all are, by some
+_NEIGHBOURS = 16
+
 
 class Beats:
-    """This rank's beat, every ``every_s`` seconds as long as this object lives, and what is seen of ``others``."""
+    """This process's beat, and what it hears. Nothing happens before ``begin``, which is not called on one host."""
 
-    def __init__(self, store: Any, rank: int, others: Iterable[int], every_s: float) -> None:
-        self._store, self._rank, self._number = store, rank, 0
-        self._seen: dict[int, bytes | None] = dict.fromkeys(others)
-        threading.Thread(target=_beat, args=(weakref.ref(self), every_s), daemon=True, name="shardwise-beats").start()
+    doing: Callable[[], str] = staticmethod(lambda: "")  #: what to say with each beat; the engine knows more
+    _far: ClassVar[frozenset[int]] = frozenset()
+    _group: ClassVar[Callable[[], object]] = staticmethod(lambda: None)  #: the default group that all this is for
 
-    def silent(self) -> dict[int, str]:
-        """Which of the others have not beaten since this was asked last."""
-        before, self._seen = self._seen, {rank: self._read(f"shardwise/beat/{rank}") for rank in self._seen}
-        return {rank: "gave no sign of life" for rank, beat in self._seen.items() if beat == before[rank]}
+    @classmethod
+    def begin(cls, far: Sequence[int], every_s: float) -> None:
+        """Beat every ``every_s`` seconds from now on, as the ranks ``far`` on other hosts do. Cheap when repeated."""
+        group = dist.group.WORLD
+        assert group is not None
+        if cls._group() is group:
+            cls._far |= frozenset(far)
+        elif far and every_s:
+            introduce()
+            cls._group, cls._far = weakref.ref(group), frozenset(far)
+            store = group.get_group_store().clone()
+            threading.Thread(target=_beat, args=(cls._group, store, dist.get_rank(), every_s), daemon=True,
+                             name="shardwise-beats").start()
 
-    def beat(self) -> None:
-        """Once more."""
-        self._number += 1
-        self._store.set(f"shardwise/beat/{self._rank}", str(self._number))
+    @classmethod
+    def heard(cls, ranks: Sequence[int]) -> dict[int, str]:
+        """The last beat of those of ``ranks`` on other hosts, or of the next few; empty if none is to be had."""
+        if not cls._far or cls._group() is not dist.group.WORLD:
+            return {}
+        own = dist.get_rank()
+        far = sorted((rank for rank in ranks if rank in cls._far), key=lambda rank: (rank < own, rank))[:_NEIGHBOURS]
+        return dict(zip(far, read_all([f"shardwise/beat/{rank}" for rank in far]), strict=True))
 
-    def _read(self, key: str) -> bytes | None:
-        return shortly(lambda: self._store.get(key) if self._store.check([key]) else None)
 
-
-def _beat(kept: weakref.ref[Beats], every_s: float) -> None:
+def _beat(group: Callable[[], object], store: Any, rank: int, every_s: float) -> None:
+    number = 0
     with suppress(RuntimeError, OSError):  # the store is gone
-        while (beats := kept()) is not None:
-            beats.beat()
-            del beats
+        while group() is not None:
+            number += 1
+            store.set(f"shardwise/beat/{rank}", f"{number} {Beats.doing()}")
             time.sleep(every_s)

@@ -25,6 +25,7 @@ from .process_group import ProcessGroupCollectives, backends_by_device
 from .rendezvous import SharedMemoryUnavailable, hosts_of
 from .shared_memory import SharedMemoryCollectives
 from .simulated import SimulatedCollectives
+from .vigil import begin_beats
 
 __all__ = ["close_all", "collectives_for"]
 
@@ -120,6 +121,7 @@ def _shared(group: dist.ProcessGroup, timeout_s: float | None, *, required: bool
 def _across_hosts(group: dist.ProcessGroup, timeout_s: float) -> Collectives:
     """Shared memory inside the hosts, where that leaves less for the network; else the process group."""
     names = hosts_of(group)
+    begin_beats(dict(zip(dist.get_process_group_ranks(group), names, strict=True)), timeout_s)
     hosts = hosts_in_order(names)
     if hosts is None or hosts == len(names):
         return MatchedCollectives(group)

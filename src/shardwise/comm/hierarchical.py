@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -33,11 +34,11 @@ from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
 from .arena import Arena
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
+from .exchanges import Messages, Steps
 from .failures import explained
 from .matched import MatchedCollectives
 from .rendezvous import SharedMemoryUnavailable
 from .shared_memory import SharedMemoryCollectives
-from .underway import Waiting
 
 __all__ = ["HierarchicalCollectives", "hosts_in_order"]
 
@@ -170,32 +171,26 @@ class HierarchicalCollectives(Collectives):
         flat.copy_(padded[: call.numel])
 
     def _chain(self, call: Call, out: Tensor, full: Tensor, reduction: Reduction) -> None:
+        self._across.run(call, partial(self._chain_steps, call.tag, out, full, reduction)).wait()
+
+    def _chain_steps(self, tag: int, out: Tensor, full: Tensor, reduction: Reduction, post: Messages) -> Steps:
         """Each slot of the column, host by host in their order; then its total to whom it belongs."""
         last, totals = self._hosts - 1, full.new_empty(self._hosts, out.numel())
-        sent: list[dist.Work | None] = []
+        sent: list[Any] = []
         for place, slot in enumerate(full.view(self._hosts, -1)):
             before = None
             if self._host:
                 before = torch.empty_like(out)
-                self._receive(call, before, self._host - 1)
-            self._inside.reduce_after(before, totals[place], slot, reduction, tag=call.tag)
+                yield post.receive(before, self._host - 1, place)
+            self._inside.reduce_after(before, totals[place], slot, reduction, tag=tag)
             towards = place if self._host == last else self._host + 1
             if towards != self._host:
-                sent.append(dist.isend(totals[place], group=self._small.column, group_dst=towards))
+                sent.append(post.send(totals[place], towards, place))
         if self._host == last:
             out.copy_(totals[last])
         else:
-            self._receive(call, out, last)
-        for work in sent:
-            if work is not None:
-                work.wait()
-
-    def _receive(self, call: Call, out: Tensor, host: int) -> None:
-        try:
-            with Waiting(call, self.describe_tag, self._across.members):
-                dist.recv(out, group=self._small.column, group_src=host)
-        except RuntimeError as error:
-            raise explained(error, call, self._across) from error
+            yield post.receive(out, last, self._host)
+        yield from sent
 
     @contextmanager
     def _attending(self, call: Call) -> Iterator[None]:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 
-__all__ = ["absent", "introduce", "lost", "read", "remember", "shortly", "tell", "words_of"]
+__all__ = ["absent", "introduce", "lost", "read", "read_all", "remember", "shortly", "tell", "words_of"]
 
 _MOMENT_S = 2.0
 _LONGEST = 500
@@ -144,11 +144,15 @@ def _host() -> str:
 
 def read(key: str) -> str | None:
     """What was told under ``key``."""
-    store = _Kept.store
-    if store is None:
-        return None
-    found = shortly(lambda: store.get(key) if store.check([key]) else None)
-    return found.decode() if found else None
+    return read_all([key])[0] or None
+
+
+def read_all(keys: Sequence[str]) -> list[str]:
+    """What was told under each of ``keys``; empty where nothing was, or the store does not answer."""
+    if (store := _Kept.store) is None or not keys:
+        return [""] * len(keys)
+    found = shortly(lambda: [store.get(key).decode() if store.check([key]) else "" for key in keys])
+    return found or [""] * len(keys)
 
 
 def shortly(action: Callable[[], Any]) -> Any:

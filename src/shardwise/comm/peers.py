@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,16 +22,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # 
 from ..errors import PeerError
 from ..torch_private import group_timeout
 from .agreement import LOOK_THERE
-from .beats import Beats
-from .last_words import absent, introduce, lost
+from .last_words import introduce, lost
 from .rendezvous import host_name
+from .vigil import Signs, begin_beats, lost_after
 
 __all__ = ["Peers"]
 
 #: how long a rank may be busy, with a large checkpoint say, while the others wait for it
 _PATIENCE = timedelta(hours=1)
-#: signs of life in a time limit; half of a limit without any is silence
-_BEATS = 6
 
 _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 
@@ -43,7 +40,6 @@ class Peers:
     def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (),
                  limit_s: float = 0.0) -> None:
         self._channel, self._members, self._limit_s = channel, members, limit_s
-        self._beats: Beats | None = None  #: of ranks on other hosts, if there are any
         self.rank = 0 if channel is None else channel.rank()
         self.size = 1 if channel is None else channel.size()
 
@@ -69,8 +65,7 @@ class Peers:
                 raise _lost(members, error) from error
             _CHANNELS[group] = peers = cls(channel, members, limit_s)
             names = peers.gather(_here())
-            if far := [rank for rank, name in zip(members, names, strict=True) if name != _here()]:
-                peers._beats = Beats(store, dist.get_rank(), far, limit_s / _BEATS)
+            begin_beats(dict(zip(members, names, strict=True)), limit_s)
         return _CHANNELS[group]
 
     def gather(self, word: Any) -> list[Any]:
@@ -94,21 +89,18 @@ class Peers:
         return [pickle.loads(word.numpy().tobytes()) for word in words]  # padding is ignored
 
     def _wait(self, work: Any) -> None:
-        """A rank may be busy for long; but whenever the group's own limit is over, look whether it lives."""
-        look, second = time.monotonic(), False
+        """A rank may be busy for long; but look whether it lives."""
+        signs, limit_s = Signs(), min(lost_after() or self._limit_s, self._limit_s)
         while True:
-            look += self._limit_s / 2
             try:
-                work.wait(timedelta(seconds=max(look - time.monotonic(), 0.01)))
+                work.wait(timedelta(seconds=min(limit_s / 16, 1.0)))
                 return
             except RuntimeError as error:
                 if work.is_completed():
                     raise
-                silent = self._beats.silent() if self._beats is not None else {}
-                if second and (silent or absent(self._members)):
+                if lost := signs.lost(self._members, limit_s):
                     _keep(self._channel, work)
-                    raise _lost(self._members, error, silent) from error
-                second = not second
+                    raise _lost(self._members, error, lost) from error
 
 
 def _keep(*things: object) -> None:

@@ -102,7 +102,8 @@ class Wire:
         """Cut ``line`` after ``error``; what to raise, the same on every rank that waited with this one."""
         verdict = line.verdict or line.book.verdict()
         if verdict is None:
-            verdict = line.book.settle(explained(error, call, owner))
+            known = isinstance(error, CommunicationError)
+            verdict = line.book.settle(error if known else explained(error, call, owner))
         if line.verdict is None:
             line.verdict = verdict
             line.cut()

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..comm.beats import Beats
 from ..comm.underway import Waiting
 from ..errors import ConfigurationError
 from ..plan.lifecycle import Pass
@@ -53,13 +54,18 @@ def follow(session: _Session) -> None:
     if not _Kept.asked:
         _report_by_environment()
     _SESSIONS.add(session)
+    Beats.doing = _present
 
 
 def stuck_report() -> str:
     """One line: this rank's collective and for how long, unit and phase, and the user's Python line."""
+    return f"[shardwise] rank {_rank()} {_present()}"
+
+
+def _present() -> str:
     now = Waiting.now
     doing = f"waits {time.monotonic() - now.since:.1f} s in {now.text()}" if now else "waits in no collective"
-    return f"[shardwise] rank {_rank()} {doing}; {_phase()}; {_line()}"
+    return f"{doing}; {_phase()}; {_line()}"
 
 
 def _rank() -> int:
