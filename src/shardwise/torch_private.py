@@ -1,7 +1,4 @@
-"""Every private name of torch that shardwise uses, each with its reason.
-
-A new torch release is checked here and nowhere else.
-"""
+"""Every private name of torch that shardwise uses, each with its reason: a new torch release is checked here."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -28,11 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 __all__ = [
     "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype", "bare_tensor",
     "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
-    "forget_foreach_supported", "gradient_dtype", "group_timeout", "has_post_accumulate_hooks", "in_backward",
-    "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after", "mark_foreach_supported",
-    "never_traced", "no_gradients", "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward",
-    "quick_gather", "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check",
-    "swap_storage", "torch_wants_whole", "under_way", "with_gradient_hooks", "without_torch_function",
+    "forget_foreach_supported", "gradient_dtype", "group_timeout", "has_post_accumulate_hooks", "ignored_by_ddp",
+    "in_backward", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after",
+    "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function", "outside_transforms",
+    "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter", "run_gradient_hooks",
+    "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole", "under_way",
+    "with_gradient_hooks", "without_torch_function",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -109,6 +107,12 @@ def under_way(*functions: Callable[..., Any]) -> bool:
     return _frame_of(*[inspect.unwrap(function).__code__ for function in functions]) is not None
 
 
+def ignored_by_ddp() -> set[str] | None:
+    """What a ``DistributedDataParallel`` that is being made on this thread leaves alone; None: there is none."""
+    frame = _frame_of(nn.parallel.DistributedDataParallel._build_params_for_reducer.__code__)
+    return None if frame is None else frame.f_locals["self"].parameters_to_ignore
+
+
 def _frame_of(*codes: CodeType) -> FrameType | None:
     """The innermost call of one of ``codes`` on this thread."""
     frame = sys._getframe(2)
@@ -136,14 +140,13 @@ def passed_through(function: _Function) -> _Function:
 
 def _marked(function: _Function, inside: Any) -> _Function:
     machinery: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    strategy = machinery._FrameExecStrategy(machinery._FrameAction.SKIP, inside)
-    machinery.set_code_exec_strategy(function.__code__, strategy)
+    skip = machinery._FrameAction.SKIP
+    machinery.set_code_exec_strategy(function.__code__, machinery._FrameExecStrategy(skip, inside))
     return function
 
 
-#: ``a, b``: exchange the memory of two storages; None where this torch cannot.
-#: Lets a freed storage take memory that another one gave back, without asking the operating
-#: system for pages each time. Views of both stay valid.
+#: ``a, b``: exchange the memory of two storages, whose views stay valid; None where this torch cannot. Lets a
+#: freed storage take memory that another one gave back, without asking the operating system for pages.
 swap_storage: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
@@ -260,8 +263,8 @@ def group_timeout(group: Any, device: torch.device) -> float:
 
 def bare_tensor(kind: type[Tensor], like: Tensor, shape: tuple[int, ...], requires_grad: bool) -> Any:
     """A tensor of class ``kind`` without memory: it only states ``shape``, and ``like``'s dtype and device."""
-    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device,
-                                         requires_grad=requires_grad)
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "requires_grad": requires_grad}
+    return Tensor._make_wrapper_subclass(kind, shape, **options)
 
 
 #: a class with this ``__torch_function__`` sees operations once, in ``__torch_dispatch__``
@@ -282,10 +285,7 @@ def torch_wants_whole() -> Wish | None:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """``GradScaler`` with a say in which infinities were found, which it has no public method for.
-
-    It takes fp16 gradients too: where a gradient is kept in the dtype of the wire, it is meant to be.
-    """
+    """``GradScaler`` with a say in which infinities were found (no public way); it takes fp16 gradients too."""
 
     def agree(self, found: dict[torch.device, Tensor], device: torch.device) -> None:
         """Change ``found``: for each device of gradients a number that is positive after an infinity."""

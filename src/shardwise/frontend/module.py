@@ -13,13 +13,14 @@ from ..engine.hooks import unit_of
 from ..engine.session import Session
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit
-from ..errors import LifecycleError, OptionTypeError
+from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.lifecycle import Pass
+from ..torch_private import ignored_by_ddp
 from .communication import CommunicationMethods
 from .copying import copy_module, refuse_pickling
 from .whole import apply_to_whole
 
-__all__ = ["FSDPModule", "UnshardHandle", "forget_unsent", "session_at", "settle", "unit_at"]
+__all__ = ["FSDPModule", "UnshardHandle", "before_naming", "forget_unsent", "session_at", "settle", "unit_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -51,6 +52,20 @@ def settle(module: nn.Module) -> None:
     unit = unit_of(module)
     if unit is not None:
         settle_unit(unit)
+
+
+def before_naming(module: nn.Module, options: dict[str, Any]) -> None:
+    """Parameters are named at rest, and not to ``DistributedDataParallel``: it would broadcast one rank's rows."""
+    settle(module)
+    if options.get("recurse", True):
+        return
+    ignored = ignored_by_ddp()
+    if ignored is not None and not ignored:
+        raise ConfigurationError(
+            "DistributedDataParallel around a sharded model: its gradients are reduced already", unit=unit_at(module).name,
+            expected="an unsharded model", got=type(module).__name__,
+            remedy="Call the sharded model itself; to replicate as well, shard over a two-dimensional mesh.",
+        )
 
 
 class UnshardHandle:
@@ -178,7 +193,7 @@ class FSDPModule(CommunicationMethods):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module, without checkpoint wrappers; after a failed backward, at rest."""
         module: Any = self
-        settle(module)
+        before_naming(module, kwargs)
         named: Any = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         yield from ((clean_name(name), parameter) for name, parameter in named)
 

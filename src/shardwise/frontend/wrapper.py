@@ -34,7 +34,7 @@ from .comm_hooks import CommHookMethods
 from .copying import copy_module, refuse_pickling
 from .ignored import ignored_by_states
 from .materialise import LeftToOuter, materialise_with
-from .module import session_at, settle, unit_at
+from .module import before_naming, session_at, unit_at
 from .nesting import wrap_below
 from .placing import all_on_meta, move_to_device, sync_states
 from .state_methods import StateDictMethods
@@ -195,7 +195,7 @@ class FullyShardedDataParallel(StateDictMethods, CommHookMethods, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the wrapped module, without checkpoint wrappers; after a failed backward, at rest."""
-        settle(self.module)
+        before_naming(self.module, kwargs)
         yield from ((clean_name(name), p) for name, p in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
