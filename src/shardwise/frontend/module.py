@@ -62,8 +62,8 @@ def before_naming(module: nn.Module, options: dict[str, Any]) -> None:
     ignored = ignored_by_ddp()
     if ignored is not None and not ignored:
         raise ConfigurationError(
-            "DistributedDataParallel around a sharded model: its gradients are reduced already", unit=unit_at(module).name,
-            expected="an unsharded model", got=type(module).__name__,
+            "DistributedDataParallel around a sharded model: its gradients are reduced already",
+            unit=unit_at(module).name, expected="an unsharded model", got=type(module).__name__,
             remedy="Call the sharded model itself; to replicate as well, shard over a two-dimensional mesh.",
         )
 
