@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import chain
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype", "bare_tensor",
-    "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
-    "forget_foreach_supported", "gradient_dtype", "group_timeout", "has_post_accumulate_hooks", "ignored_by_ddp",
-    "in_backward", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after",
-    "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function", "outside_transforms",
-    "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter", "run_gradient_hooks",
-    "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole", "under_way",
-    "with_gradient_hooks", "without_torch_function",
+    "NO_HOOKS", "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype",
+    "bare_tensor", "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
+    "forget_foreach_supported", "gradient_dtype", "gradient_hooks", "group_timeout", "has_levels", "hook_gradient",
+    "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count",
+    "made_after", "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function",
+    "outside_transforms", "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter",
+    "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole",
+    "transform_under_way", "under_way", "without_torch_function",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -76,17 +76,31 @@ def made_after(node: Any, other: Any) -> bool:
     return node._sequence_nr() > other._sequence_nr()
 
 
-def outside_transforms(function: _Function) -> _Function:
-    """Let ``function`` run as outside of ``torch.func``'s transforms (vmap, grad …), which have no public pause."""
+def hook_gradient(tensor: Tensor, node: Any, hook: Callable[[Tensor], None]) -> bool:
+    """Call ``hook`` with each gradient of ``tensor``, which came from ``node`` of the graph. False if it has hooks.
 
-    @wraps(function)
-    def outside(*args: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            return function(*args)
-        with temporarily_clear_interpreter_stack():
-            return function(*args)
+    The public ``register_hook`` makes a handle at each call, to take the hook away with, which takes longer.
+    """
+    if tensor._backward_hooks is not None:
+        return False
+    tensor._backward_hooks = OrderedDict({"shardwise": hook})  # a user's own hooks may join it
+    node._register_hook_dict(tensor)
+    return True
 
-    return cast(_Function, outside)
+
+#: the innermost of ``torch.func``'s transforms (vmap, grad …) that runs, or None
+transform_under_way: Any = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_transforms(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` outside of transforms (no public pause)."""
+    with temporarily_clear_interpreter_stack():
+        return function(*args)
+
+
+def has_levels() -> bool:
+    """May a tensor be another one outside of a transform, or have a tangent?"""
+    return forward_ad._current_level >= 0 or transform_under_way() is not None
 
 
 def levels_of(tensor: Tensor) -> list[Tensor]:
@@ -162,34 +176,25 @@ def forget_foreach_supported(kind: type[Tensor]) -> None:
         _foreach_supported_types.remove(kind)
 
 
-def with_gradient_hooks(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Where in ``parameters`` those are that have ``register_hook`` functions of the user's."""
-    return [place for place, parameter in enumerate(parameters) if parameter._backward_hooks]
-
-
-def has_post_accumulate_hooks(parameter: nn.Parameter) -> bool:
-    """Did the user call ``parameter.register_post_accumulate_grad_hook``?"""
-    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
+#: of a parameter: the tables of the user's hooks that are run with its gradient; ``NO_HOOKS`` without any
+gradient_hooks: Callable[[nn.Parameter], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+NO_HOOKS = (None, None)
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """Call the user's ``parameter.register_hook`` functions (no public list) on a gradient that the engine delivers."""
-    hooks = parameter._backward_hooks
-    if hooks:
-        for hook in tuple(hooks.values()):
-            changed = hook(gradient)
-            if changed is not None:
-                gradient = changed
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None:
+            gradient = changed
     return gradient
 
 
 def run_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
     """Call the user's ``register_post_accumulate_grad_hook`` functions (no public list either)."""
     for parameter in parameters:
-        hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        if hooks:
-            for hook in tuple(hooks.values()):
-                hook(parameter)
+        for hook in tuple((gradient_hooks(parameter)[1] or {}).values()):
+            hook(parameter)
 
 
 #: of a parameter: the dtype that its ``.grad`` must have; None: any
@@ -201,9 +206,8 @@ def allow_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def without_torch_function() -> Any:
-    """A context in which tensor subclasses are treated as plain tensors (cheap, no public name)."""
-    return torch._C.DisableTorchFunctionSubclass()
+#: a context in which tensor subclasses are treated as plain tensors (cheap, no public name)
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def quick_gather(group: Any, out: Tensor, shard: Tensor) -> Any:

@@ -63,6 +63,8 @@ class Collectives(ABC):
     real: bool = True
     #: False where a collective is finished when its call returns, so that starting it early gains nothing
     overlaps: bool = True
+    #: True: a shard that lies in its own slot of the output already need not be copied
+    in_place: bool = False
     #: True: sums are made in rank order, even where that costs more (``shardwise.deterministic``)
     rank_order: bool = False
     #: turns a tag into words for messages; set by the engine

@@ -26,6 +26,8 @@ class SimulatedCollectives(Collectives):
     rank's own contribution; a broadcast keeps what is there.
     """
 
+    in_place = True
+
     def __init__(self, rank: int, size: int, members: Sequence[int] | None = None) -> None:
         if size < 1 or not 0 <= rank < size:
             raise ConfigurationError("a simulated rank lies inside its group",
@@ -37,12 +39,13 @@ class SimulatedCollectives(Collectives):
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         require_fit("all_gather", out, shard, self.size)
-        self._own_slot(out, shard).copy_(shard)
+        if shard.data_ptr() != out.data_ptr() + self.rank * shard.nbytes:
+            _slot(out, shard, self.rank).copy_(shard)
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
         require_fit("reduce_scatter", full, out, self.size)
-        out.copy_(self._own_slot(full, out))
+        out.copy_(_slot(full, out, self.rank))
         return DONE
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
@@ -60,6 +63,10 @@ class SimulatedCollectives(Collectives):
     def barrier(self) -> None:
         return None
 
-    def _own_slot(self, full: Tensor, part: Tensor) -> Tensor:
-        start, count = self.rank * part.numel(), part.numel()
-        return full.view(-1)[start : start + count].view_as(part) if full.dim() > 1 else full[start : start + count]
+
+def _slot(full: Tensor, part: Tensor, rank: int) -> Tensor:
+    """The part of ``full`` that is ``rank``'s, shaped like ``part``."""
+    count = part.numel()
+    if full.dim() > 1:
+        return full.view(-1)[rank * count : (rank + 1) * count].view_as(part)
+    return full[rank * count : (rank + 1) * count]

@@ -15,63 +15,74 @@ from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage
 from ..storage.sharded_parameter import held_gradient, hold_gradient
 from ..torch_private import (
+    NO_HOOKS,
     allow_gradient_dtype,
     gradient_dtype,
-    no_gradients,
+    gradient_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
-    with_gradient_hooks,
     without_torch_function,
 )
-from .collect import Binding, Collector
+from .collect import Collector
 from .hidden_gradients import drop_zeroed, show_gradients
 from .hidden_hooks import run_hidden_hooks, run_hidden_post_hooks
 from .reduce import Reduced
+from .targets import Binding
 
 __all__ = ["bind"]
 
 
 def bind(collector: Collector, reduced: Reduced,
          wanted: Callable[[Sequence[int]], bool] | None = None) -> None:
-    """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk."""
+    """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk.
+
+    To be called without grad mode.
+    """
     bindings = collector.bindings
     if wanted is not None:
         bindings = [binding for binding in bindings if wanted(binding.numbers)]
-    parameters = [binding.seen.parameter for binding in bindings]
-    with no_gradients():
-        sources = _sources(reduced.chunk, collector)
-        gradients = [sources[b.storage].as_strided(b.size, b.stride, b.offset) for b in bindings]
-        for binding, gradient in zip(bindings, gradients, strict=True):
-            gradient.__class__ = binding.kind
-            if binding.storage.hidden:
-                drop_zeroed(binding.storage)
-                run_hidden_hooks(binding.storage, gradient)
-        for place in with_gradient_hooks(parameters):
-            gradients[place] = _hooked(bindings[place], gradients[place])
-        with without_torch_function():
-            for binding, parameter, gradient in zip(bindings, parameters, gradients, strict=True):
-                if held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter):
-                    _give(binding, gradient)
-                else:
-                    hold_gradient(parameter, gradient)
-        run_post_accumulate_hooks(parameters)
+    sources = _sources(reduced.chunk, collector)
+    peculiar: list[tuple[Binding, Tensor]] = []  # more is to be done than to give the parameter its gradient
+    with without_torch_function():
         for binding in bindings:
-            if binding.storage.hidden:
-                show_gradients(binding.storage)
-                run_hidden_post_hooks(binding.storage)
+            parameter = binding.seen.parameter
+            gradient = sources[binding.storage].as_strided(binding.size, binding.stride, binding.offset)
+            gradient.__class__ = binding.kind
+            if (held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter)
+                    or gradient_hooks(parameter) != NO_HOOKS or binding.storage.hidden):
+                peculiar.append((binding, gradient))
+            else:
+                hold_gradient(parameter, gradient)
+    if peculiar:
+        _bind_with_care(peculiar)
+
+
+def _bind_with_care(pairs: Sequence[tuple[Binding, Tensor]]) -> None:
+    """For what has hooks of the user's, a gradient already, another dtype, or parameters behind it."""
+    hidden = [(binding.storage, gradient) for binding, gradient in pairs if binding.storage.hidden]
+    for storage, gradient in hidden:
+        drop_zeroed(storage)
+        run_hidden_hooks(storage, gradient)
+    pairs = [(binding, _hooked(binding, gradient)) for binding, gradient in pairs]
+    with without_torch_function():
+        for binding, gradient in pairs:
+            _give(binding, gradient)
+    run_post_accumulate_hooks([binding.seen.parameter for binding, _ in pairs])
+    for storage, _ in hidden:
+        show_gradients(storage)
+        run_hidden_post_hooks(storage)
 
 
 def _sources(chunk: Tensor, collector: Collector) -> dict[FlatStorage, Tensor]:
     """The chunk in the dtype of the gradients of each storage, where its shard lies; converted once for all."""
-    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    converted: dict[tuple[torch.dtype, torch.device], Tensor] = {(chunk.dtype, chunk.device): chunk}
     sources: dict[FlatStorage, Tensor] = {}
     for storage in collector.live:
         shard = storage.shard
-        form = (storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device)
+        form = storage.precision.final_dtype(shard.dtype, chunk.dtype), shard.device
         if form not in converted:
-            same = form == (chunk.dtype, chunk.device)
             part = chunk.real.contiguous() if chunk.is_complex() and not form[0].is_complex else chunk
-            converted[form] = chunk if same else part.to(dtype=form[0], device=form[1])
+            converted[form] = part.to(dtype=form[0], device=form[1])
         sources[storage] = converted[form]
     return sources
 
@@ -96,8 +107,9 @@ def _give(binding: Binding, gradient: Tensor) -> None:
     parameter = seen.parameter
     held = parameter.grad
     if held is None:
-        allow_gradient_dtype(parameter, gradient.dtype)
-        parameter.grad = gradient
+        if gradient.dtype is not gradient_dtype(parameter):
+            allow_gradient_dtype(parameter, gradient.dtype)
+        hold_gradient(parameter, gradient)
     elif held.shape == gradient.shape:
         held.add_(gradient)
     else:

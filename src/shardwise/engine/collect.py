@@ -12,63 +12,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.lanes import Lanes
-from ..plan.reduction import Piece, ReductionPlan, plan_reduction
+from ..plan.reduction import ReductionPlan, plan_reduction
 from ..storage.flat_buffer import FlatBuffer, TransportPool
-from ..storage.flat_storage import FlatStorage, Visible
+from ..storage.flat_storage import FlatStorage
 from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradients
+from .targets import Binding, Target
 
-__all__ = ["Binding", "Collector", "Target"]
+__all__ = ["Collector"]
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Binding:
-    """A visible parameter, the targets that it stands for, and where its part of a chunk lies."""
-
-    storage: FlatStorage
-    seen: Visible
-    numbers: tuple[int, ...]
-    kind: type[Tensor]  #: the class of its gradient
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class Target:
-    """One leaf, and where its gradient goes."""
-
-    __slots__ = ("filled", "index", "leaf", "number", "pieces", "storage", "views")
-
-    def __init__(self, number: int, storage: FlatStorage, index: int, pieces: tuple[Piece, ...]) -> None:
-        self.number = number
-        self.storage, self.index, self.pieces = storage, index, pieces
-        self.leaf = storage.leaves[index]
-        self.views: list[Tensor] = []
-        self.filled = False
-
-    def make_views(self, buffer: FlatBuffer) -> None:
-        """Views of ``buffer`` for life: shaped like the leaf where it is one piece."""
-        shape = self.storage.layout.parameters[self.index].shape
-        if len(self.pieces) == 1:
-            strides = self.storage.formats[self.index].strides(shape)
-            self.views = [buffer.view(self.pieces[0].target, shape, strides)]
-        else:
-            self.views = [buffer.view(piece.target, (piece.numel,), (1,)) for piece in self.pieces]
-
-    def sources(self, gradient: Tensor) -> Sequence[Tensor]:
-        """The parts of ``gradient`` that belong to ``views``."""
-        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        if len(self.views) == 1:
-            return (dense,)
-        flat = self.storage.formats[self.index].flatten(dense)
-        return [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
+_STRIDED, _layout = frozenset({torch.strided}), attrgetter("layout")
 
 
 class Collector:
@@ -80,7 +40,9 @@ class Collector:
     def __init__(self, storages: Sequence[FlatStorage], lanes: Lanes, on_first: Callable[[], None]) -> None:
         self._storages, self._lanes = storages, lanes  # the unit's own list: it may grow
         self._on_first = on_first
+        self._views: list[Tensor] = []  # of all targets
         self._waiting: dict[Target, Tensor] = {}
+        self._filled: set[Target] = set()  # whose gradient is in the buffer
         self._ready = False  # this pass has opened the buffer
         self._hooks: list[Any] = []
         self._quiet: list[Target] = []  # those without a hook
@@ -181,13 +143,15 @@ class Collector:
 
     def sweep(self) -> None:
         """Take the gradients that wait on their leaves."""
-        found = [target for target in self._quiet if target.leaf.grad is not None]
-        if found:
-            self._begin()
-            for target in found:
-                leaf: Any = target.leaf
-                gradient, leaf.grad = leaf.grad, None
-                self._waiting[target] = self._summed(target, gradient) if target in self._waiting else gradient
+        waiting = self._waiting
+        for target in self._quiet:
+            leaf: Any = target.leaf
+            gradient = leaf.grad
+            if gradient is not None:
+                if not self._ready:
+                    self._begin()
+                leaf.grad = None
+                waiting[target] = self._summed(target, gradient) if target in waiting else gradient
 
     def _take(self, number: int, gradient: Tensor, large: bool) -> None:
         self._begin()
@@ -208,21 +172,22 @@ class Collector:
         """Copy the waiting gradients into the buffer: set what is empty, add to what is filled. Without grad mode."""
         self.open(keep=self.keep)
         waiting, self._waiting = self._waiting, {}
-        self._lanes.compute.note("collect", reads=list(waiting.values()), writes=[self.buffer])
-        fresh = [pair for pair in waiting.items() if not pair[0].filled]
-        if fresh:
-            foreach_copy(*self._matched(fresh))
-        if len(fresh) < len(waiting):
-            foreach_add(*self._matched([pair for pair in waiting.items() if pair[0].filled]))
-        for target in waiting:
-            target.filled = True
+        if not self._lanes.immediate:
+            self._lanes.compute.note("collect", reads=list(waiting.values()), writes=[self.buffer])
+        if self._filled and (again := {t: waiting.pop(t) for t in [*waiting] if t in self._filled}):
+            foreach_add(*self._matched(again))
+        if waiting:
+            foreach_copy(*self._matched(waiting))
+            self._filled.update(waiting)
 
-    def _matched(self, pairs: Sequence[tuple[Target, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    def _matched(self, waiting: dict[Target, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Places in the buffer, and what goes there."""
-        into = [view for target, _ in pairs for view in target.views]
-        sources = [gradient for _, gradient in pairs]
-        if self._split or not all([source.layout is torch.strided for source in sources]):
-            sources = [part for target, gradient in pairs for part in target.sources(gradient)]
+        everything = len(waiting) == len(self.targets)
+        targets = self.targets if everything else [*waiting]
+        into = self._views if everything else [view for target in targets for view in target.views]
+        sources = [*map(waiting.__getitem__, targets)]
+        if self._split or not _STRIDED.issuperset(map(_layout, sources)):
+            sources = [part for target in targets for part in target.sources(waiting[target])]
         if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
             sources = [source * self.scale for source in sources]
         return into, sources
@@ -252,25 +217,32 @@ class Collector:
             buffer.allocate()
             for target in self.targets:
                 target.make_views(buffer)
+            self._views = [view for target in self.targets for view in target.views]
             self.buffer = buffer
         buffer.allocate()
-        if any(storage.hidden for storage in self.live):
-            buffer.tensor.zero_()  # a flat parameter's gradient shows the padding as well
+        for storage in self.live:
+            if storage.hidden:
+                buffer.tensor.zero_()  # a flat parameter's gradient shows the padding as well
+                break
 
     def hand_over(self) -> tuple[Tensor, list[bool]]:
         """All chunks in the wire dtype, zeros where nothing arrived, and what did arrive. Without grad mode."""
         self._ready = False
         if self._waiting:
             self._flush()
-        self.open(keep=False)
+        else:
+            self.open(keep=False)
         assert self.buffer is not None
-        used = [target.filled for target in self.targets]
-        self._lanes.compute.note("hand over", writes=[self.buffer])
-        for target in self.targets:
-            if not target.filled:
-                for view in target.views:
-                    view.zero_()
-            target.filled = False
+        if not self._lanes.immediate:
+            self._lanes.compute.note("hand over", writes=[self.buffer])
+        filled, self._filled = self._filled, set()
+        used = [True] * len(self.targets)
+        if len(filled) < len(used):
+            used = [target in filled for target in self.targets]
+            for target in self.targets:
+                if target not in filled:
+                    for view in target.views:
+                        view.zero_()
         full, wire = self.buffer.tensor, self.wire_dtype
         return full if full.dtype is wire else full.to(wire), used
 
@@ -282,8 +254,8 @@ class Collector:
     def drop(self) -> None:
         """Forget what arrived, and give the memory back."""
         self._waiting.clear()
+        self._filled.clear()
         for target in self.targets:
-            target.filled = False
             target.leaf.grad = None
         self.close()
 

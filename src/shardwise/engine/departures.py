@@ -9,8 +9,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ..comm.passes import Note, Passes
-from ..errors import LeftPassError
-from ..plan.lifecycle import Pass
+from ..errors import CommunicationError, LeftPassError
+from ..plan.lifecycle import Pass, Residency
 from .frames import is_call
 from .step import Step
 from .unit import Unit
@@ -47,9 +47,14 @@ class Departures:
         self._where, self._text, self._news = "", "", True
 
     def failed_to_enter(self, unit: Unit, error: BaseException, depth: int) -> None:
-        """``error`` came while a forward of ``unit``, inside of ``depth`` others, began: leave it if it had."""
+        """``error`` came while a forward of ``unit``, inside of ``depth`` others, began: leave it if it had.
+
+        The others are told nothing of what comes before the first collective: here the same call may come again.
+        """
         entered = len(self._session.open) > depth
-        begun = entered or self._session.pass_ is not Pass.REST
+        gathers = depth > 0 or any(one.residency is not Residency.SHARDED for one in (unit, *unit.needs))
+        begun = entered or (self._session.pass_ is not Pass.REST
+                            and (gathers or isinstance(error, CommunicationError)))
         if entered:
             self._session.leave_forward(unit)
         if begun:

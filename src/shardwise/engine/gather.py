@@ -62,8 +62,12 @@ class Gather:
 
     def start(self, tag: int) -> None:
         """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
-        moving = [storage for storage in self._all if storage.buffer is not None]
-        self._held = held = [storage.buffer for storage in moving if storage.buffer is not None]
+        moving: list[FlatStorage] = []
+        self._held = held = list[FlatBuffer]()
+        for storage in self._all:
+            if storage.buffer is not None:
+                moving.append(storage)
+                held.append(storage.buffer)
         if not moving:
             return
         if moving[0].widened and moving[0].world_size > 1:
@@ -74,8 +78,8 @@ class Gather:
         with lane:
             for buffer in held:
                 buffer.allocate()
-            lane.note("gather", reads=self._kept or [s.shard for s in moving], writes=held)
-            if self._kept is not None:
+            kept = self._kept
+            if kept is not None:
                 self._handle = self._start_kept(moving)
             elif self.comm.size == 1:
                 for storage in moving:
@@ -85,14 +89,15 @@ class Gather:
             else:
                 self._handle = self._start_staged(moving, tag)
             if not self.lanes.immediate:
+                lane.note("gather", reads=kept or [s.shard for s in moving], writes=held)
                 self._complete()
                 self._ready = lane.mark()
 
     @staticmethod
     def _source(storage: FlatStorage) -> Tensor:
-        """The shard itself where it can travel as it is, else its cast in the buffer."""
+        """The shard itself where it can travel as it is, else what it is cast to or copied to in the buffer."""
         shard, full = storage.shard, storage.full
-        if shard.dtype is full.dtype and shard.device == full.device:
+        if not storage.comm.in_place and shard.dtype is full.dtype and shard.device == full.device:
             return shard
         storage.own_slot.copy_(shard, non_blocking=True)
         return storage.own_slot
@@ -121,7 +126,7 @@ class Gather:
 
     def _keep_part(self) -> None:
         small = self.small
-        if small is not None and self._kept is None:
+        if small is not None and self._kept is None and self._moving:
             with self.lanes.gather:
                 self._kept = [s.full.view(small.size, -1)[small.rank].clone() for s in self._moving]
                 self.lanes.gather.note("keep", reads=self.buffers, writes=self._kept)
@@ -132,8 +137,9 @@ class Gather:
 
     def _complete(self) -> None:
         """Wait for the collective and spread staged bytes."""
-        handle, self._handle = self._handle, DONE
-        handle.wait()
+        if self._handle is not DONE:
+            handle, self._handle = self._handle, DONE
+            handle.wait()
         staging = self._staging
         if staging is not None and staging.allocated:
             moving = self._moving
@@ -159,7 +165,7 @@ class Gather:
         """Take the memory away: the next gather may have it, once compute has reached ``after``."""
         if not self.lanes.immediate:
             self.lanes.gather.wait(after if after is not None else self.lanes.compute.mark())
-        if self.keeping and self._moving:
+        if self.keeping:
             self.keeping = False
             self._keep_part()
         for buffer in self._held:

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage, Visible
 from ..torch_private import (
-    has_post_accumulate_hooks,
+    NO_HOOKS,
+    gradient_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
-    with_gradient_hooks,
     without_torch_function,
 )
 from .hidden_gradients import show_gradient
@@ -25,8 +25,7 @@ __all__ = ["run_hidden_hooks", "run_hidden_post_hooks"]
 
 def run_hidden_hooks(storage: FlatStorage, gradient: Tensor) -> None:
     """``register_hook`` functions; what they give back is copied into the flat ``gradient``."""
-    for place in with_gradient_hooks([seen.parameter for seen in storage.hidden]):
-        seen = storage.hidden[place]
+    for seen in [seen for seen in storage.hidden if gradient_hooks(seen.parameter) != NO_HOOKS]:
         rows = _rows(storage, gradient, seen)
         changed = run_gradient_hooks(seen.parameter, rows)
         if changed.shape != rows.shape:
@@ -43,7 +42,7 @@ def run_hidden_post_hooks(storage: FlatStorage) -> None:
     """``register_post_accumulate_grad_hook`` functions; inside, the parameter has a ``.grad``."""
     gradient = storage.visible[0].parameter.grad
     for seen in storage.hidden:
-        if gradient is not None and has_post_accumulate_hooks(seen.parameter):
+        if gradient is not None and gradient_hooks(seen.parameter)[1]:
             show_gradient(storage, seen)
             run_post_accumulate_hooks([seen.parameter])
             if seen not in storage.stepped:

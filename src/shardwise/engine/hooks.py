@@ -125,8 +125,7 @@ class UnitHooks:
             session.departures.failed(unit, error)
         changed = cast_outputs(unit, output) if unit.precision.output is not None else output
         if torch.is_grad_enabled() and output is not None and not session.step.is_entered(unit):
-            left = (*self._side.in_attributes(), *self._side.in_arguments((*args, *kwargs.values())))
-            nodes = nodes_of(changed, left, watched)
+            nodes = nodes_of(changed, self._side.found(args, kwargs), watched)
             if nodes:
                 watch(self, call, nodes, watched)
             else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -34,9 +34,12 @@ def balanced_divisor(world: int) -> float:
 
 
 @cache
-def _scalar(value: float) -> Tensor:
-    """``value`` as a tensor: dividing by a Python number makes one at every call, which takes longer."""
-    return torch.tensor(value, dtype=torch.float64)
+def _scalar(value: float, like: torch.dtype) -> Tensor:
+    """``value`` as a tensor: dividing by a Python number makes one at every call, which takes longer.
+
+    Of a narrow dtype it would be rounded; the others would convert it at every call.
+    """
+    return torch.tensor(value, dtype=torch.float32 if like is torch.float32 else torch.float64)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class Groups:
     shard: Collectives
     replicate: Collectives | None = None
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Ranks with different data."""
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)
@@ -116,7 +119,7 @@ class Reducer:
             replicate = self.groups.replicate
             return float(replicate.size) if replicate is not None and self.groups.shard.size > 1 else 1.0
         total = self.divide_factor if self.divide_factor is not None else float(self.groups.world_size)
-        return total / self.pre_divisor(wire)
+        return total if wire is not torch.float16 else total / self.pre_divisor(wire)
 
     def start(self, full: Tensor, used: list[bool], tag: int) -> Reduced:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
@@ -128,12 +131,15 @@ class Reducer:
             else:
                 chunk = torch.empty(full.numel() // shard.size, dtype=full.dtype, device=full.device)
                 handle = self._reduce_scatter(chunk, full, tag)
-            lanes.reduce.note("reduce", reads=[full], writes=[chunk])
+            if not lanes.immediate:
+                lanes.reduce.note("reduce", reads=[full], writes=[chunk])
             return Reduced(chunk, full, used, handle)
 
     def _reduce_scatter(self, chunk: Tensor, full: Tensor, tag: int) -> Handle:
         if self.comm_hook is None:
-            return self.groups.shard.reduce_scatter(_real(chunk), _real(full), tag=tag)
+            if full.is_complex():
+                chunk, full = _real(chunk), _real(full)
+            return self.groups.shard.reduce_scatter(chunk, full, tag=tag)
         self.comm_hook.hook(self.comm_hook.state, full.detach(), chunk)
         return DONE
 
@@ -154,15 +160,17 @@ class Reducer:
             partial = replicate is not None and replicate.size > 1 and not all_reduce
             if partial or self._partial is not None:
                 self._add_earlier(reduced, keep=partial)
-            self._lanes.reduce.note("combine", writes=[reduced.chunk])
+            if not self._lanes.immediate:
+                self._lanes.reduce.note("combine", writes=[reduced.chunk])
             if partial:
                 reduced.summed, reduced.final = True, False
                 reduced.mark = self._lanes.reduce.mark()
                 return
-            self._all_reduce(reduced.chunk, tag)
+            if replicate is not None or self.comm_hook is not None:
+                self._all_reduce(reduced.chunk, tag)
             divisor = self._post_divisor(reduced.chunk.dtype)
             if divisor != 1.0:
-                reduced.chunk.div_(_scalar(divisor))
+                reduced.chunk.div_(_scalar(divisor, reduced.chunk.dtype))
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(reduced.chunk)
         reduced.mark = self._lanes.reduce.mark()

@@ -8,9 +8,12 @@ from typing import Any
 from ..comm.lanes import Lanes
 from ..plan.lifecycle import Residency
 from .settings import Schedule
+from .step import Call, Step
 from .unit import Unit
 
 __all__ = ["Residents"]
+
+_SHARDED = Residency.SHARDED  # reading a member of an enumeration takes longer
 
 
 class Residents:
@@ -27,6 +30,8 @@ class Residents:
         self._lanes, self._schedule = lanes, schedule
         self._behind: dict[Unit, Any] = {}  # in the order they were let go -> mark of compute
         self._ahead: Unit | None = None  # gathered because it is expected next
+        self._started: list[Unit] = []  # in the order of this forward …
+        self._last_started: list[Unit] = []  # … and of the last one
 
     def gather(self, unit: Unit) -> None:
         """Begin to gather ``unit`` and the units that it borrows from."""
@@ -35,12 +40,14 @@ class Residents:
             for owner in owners:
                 self._behind.pop(owner, None)  # wanted again before it was freed
         for owner in owners:
-            owner.unshard()
+            if owner.residency is _SHARDED:
+                owner.unshard()
 
     def expect(self, unit: Unit) -> None:
         """Gather ``unit`` ahead of need, in place of the one that was expected before."""
         if self._ahead is not unit:
-            self.give_up()
+            if self._ahead is not None:
+                self.give_up()
             self._ahead = unit
         self.gather(unit)
 
@@ -61,7 +68,7 @@ class Residents:
         """Free gathered parameters, now or, on streams, once compute is known to be past them."""
         if self._lanes.immediate:
             unit.reshard()
-        elif unit.residency is not Residency.SHARDED:
+        elif unit.residency is not _SHARDED:
             self._behind.pop(unit, None)  # an earlier mark would be too early
             self._behind[unit] = self._lanes.compute.mark()
             self.drain(keep=1 if self._schedule.limit else 3)
@@ -74,6 +81,34 @@ class Residents:
             if unit.uses == 0:  # else another root, which borrows from it, has taken it up meanwhile
                 unit.reshard(after=mark)
 
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        self._started, self._last_started = [], self._started
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Gather what comes after ``unit``, whose forward begins."""
+        place = len(self._started)
+        self._started.append(unit)
+        if unit.settings.forward_prefetch:
+            for other in unit.settings.forward_prefetch:
+                other.take_over_edits()
+                self.gather(other)
+        elif self._schedule.forward and unit.groups.shard.overlaps:
+            following = self._last_started[place : place + 2]
+            if len(following) == 2 and following[0] is unit:
+                following[1].take_over_edits()
+                self.expect(following[1])
+
+    def prefetch_backward(self, call: Call, step: Step) -> None:
+        """Gather what comes after the backward of ``call``."""
+        if call.unit.settings.backward_prefetch is not None:
+            for other in call.unit.settings.backward_prefetch:
+                self.gather(other)
+        elif (before := call.before) is not None and call.unit.groups.shard.overlaps:
+            comes = before not in step.touched if call.recomputed else before.outstanding > 0
+            if comes and before.uses == 0 and before.settings.unshard_in_backward:
+                self.expect(before)
+
     def follow_user(self) -> None:
         """Gathers from now on see what the user did to the parameters until now."""
         if not self._lanes.immediate:
@@ -81,6 +116,6 @@ class Residents:
 
     def forget(self, units: Sequence[Unit]) -> None:
         """After an exception: ``units`` were freed by other means."""
-        self._ahead = None
+        self._ahead, self._started = None, []
         for unit in units:
             self._behind.pop(unit, None)

@@ -11,10 +11,10 @@ from weakref import ref
 import torch
 
 from ..comm.lanes import Lanes
-from ..plan.lifecycle import Pass, require_move
+from ..plan.lifecycle import LEGAL_MOVES, Pass, refuse_move
 from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
-from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward
+from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward, transform_under_way
 from .buffers import buffers_for_compute, cast_buffers
 from .departures import Departures, declare_void
 from .likeness import require_likeness
@@ -37,7 +37,6 @@ class Session:
         self.root, self.units, self.lanes, self.schedule = root, list(units), lanes, schedule
         self.pass_, self.step, self.residents = _REST, Step(), Residents(lanes, schedule)
         self.open: list[Unit] = []  #: forwards under way, the innermost last
-        self._started, self._last_started = list[Unit](), list[Unit]()  #: in the order of this forward, of the last one
         self.departures = Departures(self)
         self.guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
@@ -49,7 +48,8 @@ class Session:
 
     def _move(self, to: Pass) -> None:
         if self.pass_ is not to:
-            require_move(self.root, self.pass_, to)
+            if self.pass_ * 100 + to not in LEGAL_MOVES:
+                refuse_move(self.root, self.pass_, to)
             self.pass_ = to
             for passes in self.departures.passes:
                 passes.inside = to is not _REST
@@ -63,39 +63,44 @@ class Session:
     def use(self, unit: Unit) -> None:
         """Gather ``unit``, wait, and show its leaves, until ``unuse``."""
         self.residents.gather(unit)
-        for owner in (unit, *unit.needs):
+        for owner in (unit, *unit.needs) if unit.needs else (unit,):
             owner.wait()
             owner.uses += 1
-            owner.gather.note_use()
+            if not self.lanes.immediate:
+                owner.gather.note_use()
         unit.face.show_leaves()
         self.residents.arrived(unit)
 
     def unuse(self, unit: Unit, *, free: bool) -> None:
         """The counterpart of ``use``; ``free``: give the memory back where nobody else uses it."""
-        for owner in (unit, *unit.needs):
+        for owner in (unit, *unit.needs) if unit.needs else (unit,):
             owner.uses -= 1
             if owner.uses == 0:
-                owner.gather.note_use()
+                if not self.lanes.immediate:
+                    owner.gather.note_use()
                 owner.face.show_originals()
                 if free and not self.step.keep_gathered:
                     self.residents.release(owner)
 
-    @outside_transforms
     def enter_forward(self, unit: Unit) -> None:
         """A unit's forward begins."""
-        self.settle()
+        if transform_under_way() is not None:
+            return outside_transforms(self.enter_forward, unit)
+        if self.pass_ is _BACKWARD:
+            self.settle()
         if not self.open and self.pass_ is not _BACKWARD:
             self._begin_forward()
-        edited = False
-        for owner in (unit, *unit.needs):
+        edited = unit.take_over_edits()
+        for owner in unit.needs:
             edited |= owner.take_over_edits()
         if edited:
             self.residents.follow_user()
         self.use(unit)
+        unit.face.clear_the_way()
         unit.asked = False
         self.open.append(unit)
         if self.pass_ is _FORWARD:
-            self._prefetch_forward(unit)
+            self.residents.prefetch_forward(unit)
 
     def _begin_forward(self) -> None:
         """From rest. What is still gathered may be older than the user's last edit: it goes."""
@@ -119,7 +124,8 @@ class Session:
             self.residents.gather(unit)
             unit.wait()
         self._guard(self.guarded or torch.is_grad_enabled())
-        self._started, self._last_started, self._ended = [], self._started, None
+        self.residents.begin_forward()
+        self._ended = None
 
     def _guard(self, on: bool) -> None:
         """From a training forward to its backward, parameters at rest are not to be computed with."""
@@ -128,9 +134,10 @@ class Session:
             for unit in self.units:
                 (guard if on else unguard)(unit.storages)
 
-    @outside_transforms
     def leave_forward(self, unit: Unit) -> Call:
         """A unit's forward ended, or was left by an exception."""
+        if transform_under_way() is not None:
+            return outside_transforms(self.leave_forward, unit)
         self.open.pop()
         recomputing = self.pass_ is _BACKWARD
         if not recomputing:
@@ -160,19 +167,6 @@ class Session:
             if self._offloaded:
                 self.lanes.gather.finish()  # the host may change at once what copies were made from
 
-    def _prefetch_forward(self, unit: Unit) -> None:
-        place = len(self._started)
-        self._started.append(unit)
-        if unit.settings.forward_prefetch:
-            for other in unit.settings.forward_prefetch:
-                other.take_over_edits()
-                self.residents.gather(other)
-        elif self.schedule.forward and unit.groups.shard.overlaps:
-            following = self._last_started[place : place + 2]
-            if len(following) == 2 and following[0] is unit:
-                following[1].take_over_edits()
-                self.residents.expect(following[1])
-
     def begin_backward(self) -> None:
         """The first sign of a backward pass; its end will call ``end_backward``."""
         if self.pass_ is _BACKWARD:
@@ -187,9 +181,10 @@ class Session:
         self._ending = ref(end := self.end_backward, self.departures.backward_dropped)
         queue_after_backward(end)
 
-    @outside_transforms
     def enter_backward(self, call: Call) -> None:
         """Gradients reached the outputs of a unit's forward."""
+        if transform_under_way() is not None:
+            return outside_transforms(self.enter_backward, call)
         if call.entered:
             return
         unit = call.unit
@@ -206,11 +201,12 @@ class Session:
         self.step.entered.append(call)
         self.step.touched[unit] = None
         if self.schedule.backward is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_backward(call)
+            self.residents.prefetch_backward(call, self.step)
 
-    @outside_transforms
     def leave_backward(self, call: Call) -> None:
         """Gradients reached the inputs of a unit's forward."""
+        if transform_under_way() is not None:
+            return outside_transforms(self.leave_backward, call)
         if not call.entered:
             return
         call.entered, unit = False, call.unit
@@ -224,16 +220,7 @@ class Session:
         if unit.outstanding <= 0 and not unit.unwatched:
             self.send(unit)
         if self.schedule.backward is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch_backward(call)
-
-    def _prefetch_backward(self, call: Call) -> None:
-        if call.unit.settings.backward_prefetch is not None:
-            for other in call.unit.settings.backward_prefetch:
-                self.residents.gather(other)
-        elif (before := call.before) is not None and call.unit.groups.shard.overlaps:
-            comes = before not in self.step.touched if call.recomputed else before.outstanding > 0
-            if comes and before.uses == 0 and before.settings.unshard_in_backward:
-                self.residents.expect(before)
+            self.residents.prefetch_backward(call, self.step)
 
     def send(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``; at most one reduction is on its way."""
@@ -252,9 +239,10 @@ class Session:
             step.reduced[unit] = None
 
     @never_traced
-    @outside_transforms
     def end_backward(self) -> None:
         """The backward pass is over: send what is left, bind, free."""
+        if transform_under_way() is not None:
+            return outside_transforms(self.end_backward)
         if self.pass_ is not _BACKWARD:
             return
         for call in list(self.step.entered):
@@ -294,7 +282,7 @@ class Session:
         self._guard(False)
         for unit in self.units:
             unit.recover()
-        self.step, self.open, self._started = Step(), [], []
+        self.step, self.open = Step(), []
         self._move(_REST)
         if backward:
             declare_void()

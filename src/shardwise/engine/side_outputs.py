@@ -7,7 +7,7 @@ in unnoticed would read parameters that were freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,22 +28,20 @@ class SideOutputs:
         self._places = [(m.__dict__, len(_OWN) if tuple(m.__dict__)[: len(_OWN)] == _OWN else 0)
                         for m in custom]
 
-    def in_attributes(self) -> Iterator[Tensor]:
-        """Tensors with a history in plain attributes, and one level down in containers."""
+    def found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Tensors with a history in plain attributes, one level down in containers, and in arguments that are such."""
+        left: list[Tensor] = []
         for attributes, skip in self._places:
             for value in islice(attributes.values(), skip, None):
                 if isinstance(value, Tensor):
                     if value.grad_fn is not None:
-                        yield value
+                        left.append(value)
                 elif isinstance(value, (list, tuple, dict)) and value:
-                    yield from _inside(value)  # pyright: ignore[reportUnknownArgumentType]
-
-    @staticmethod
-    def in_arguments(arguments: Iterable[Any]) -> Iterator[Tensor]:
-        """Tensors with a history in the lists and dicts among ``arguments``."""
-        for value in arguments:
+                    left.extend(_inside(value))  # pyright: ignore[reportUnknownArgumentType]
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, (list, dict)) and value:
-                yield from _inside(value)  # pyright: ignore[reportUnknownArgumentType]
+                left.extend(_inside(value))  # pyright: ignore[reportUnknownArgumentType]
+        return left
 
 
 def _inside(container: Any) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..comm.lanes import Lanes
 from ..errors import CommunicationError, LifecycleError
-from ..plan.lifecycle import Residency, require_move
+from ..plan.lifecycle import LEGAL_MOVES, Residency, refuse_move
 from ..plan.options import Precision
 from ..storage.faces import OriginalFace
 from ..storage.filling import leave_meta
@@ -35,6 +35,8 @@ from .turns import Turns
 from .values import count_changes, require_values
 
 __all__ = ["Unit"]
+
+_SHARDED, _UNSHARDING, _UNSHARDED = Residency  # reading a member of an enumeration takes longer
 
 
 class Unit:
@@ -60,7 +62,7 @@ class Unit:
         self.number = number(self, list(groups.nontrivial) or [groups.shard])
         self.schedule = Schedule()  #: counts where this unit is a root
         self.needs: list[Unit] = []  #: units that own parameters which this one borrows
-        self.residency = Residency.SHARDED
+        self.residency = _SHARDED
         self.values = 0  #: grows where parameters were changed in place before a gather, as by a step
         self.asked = False  #: the user called unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
@@ -101,9 +103,9 @@ class Unit:
         return self.number * 4 + phase
 
     def _move(self, residency: Residency) -> None:
-        if self.residency is not residency:
-            require_move(self, self.residency, residency)
-            self.residency = residency
+        if self.residency * 100 + residency not in LEGAL_MOVES:
+            refuse_move(self, self.residency, residency)
+        self.residency = residency
 
     # ------------------------------------------------------------------ parameters
     def extend(self, storages: Sequence[FlatStorage]) -> None:
@@ -117,9 +119,7 @@ class Unit:
 
         ``adopt`` parameters that were added, too. True if values were copied.
         """
-        if self.face.in_use or self.residency is not Residency.SHARDED:
-            return False
-        if self._untouched():
+        if self.face.in_use or self.residency is not _SHARDED or self._untouched():
             return False
         edited = False
         self.follow_off_meta()
@@ -188,10 +188,11 @@ class Unit:
 
     def unshard(self) -> None:
         """Begin to gather, unless gathered or under way."""
-        if self.residency is Residency.SHARDED:
-            if any([storage.widened or storage.shard.is_meta for storage in self.storages]):
-                require_values(self.name, self.storages, self.face)
-            self._move(Residency.UNSHARDING)
+        if self.residency is _SHARDED:
+            for storage in self.storages:
+                if storage.widened or storage.shard.is_meta:
+                    require_values(self.name, self.storages, self.face)
+            self._move(_UNSHARDING)
             self.values = count_changes(self.storages)
             self.gather.start(self.tag(0))
             if self.observer is not None:
@@ -199,19 +200,19 @@ class Unit:
 
     def wait(self) -> None:
         """Finish the gather: the leaves may be read."""
-        if self.residency is Residency.UNSHARDING:
+        if self.residency is _UNSHARDING:
             self.gather.finish()
-            self._move(Residency.UNSHARDED)
+            self._move(_UNSHARDED)
 
     def reshard(self, *, after: object = None) -> None:
         """Free the gathered parameters. The caller has made sure that nobody uses them.
 
         ``after``: a mark of the compute lane behind their last use; None: behind all work until now.
         """
-        if self.residency is Residency.UNSHARDING:
+        if self.residency is _UNSHARDING:
             self.wait()
-        if self.residency is Residency.UNSHARDED:
-            self._move(Residency.SHARDED)
+        if self.residency is _UNSHARDED:
+            self._move(_SHARDED)
             if self.observer is not None:
                 self.observer("free", self.gather.nbytes)
             self.gather.free(after=after)
@@ -223,7 +224,8 @@ class Unit:
 
     # ------------------------------------------------------------------ gradients
     def _on_first(self) -> None:
-        self.finish_reduce()  # of what came earlier: it may still read the buffer that this gradient goes to
+        if self.sent is not None:
+            self.finish_reduce()  # of what came earlier: it may still read the buffer that this gradient goes to
         self.on_first_gradient()
         self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
         self.collector.keep = not self.settings.sync_gradients
@@ -232,14 +234,12 @@ class Unit:
         """Send the collected gradients. False if there is nothing to send."""
         if self.collector.plan is None:
             return False
-        if self.sent is not None:
-            self.finish_reduce()
+        self.finish_reduce()
         with no_gradients():
-            full, used = self.collector.hand_over()
+            full, self.flags = self.collector.hand_over()
             if self.observer is not None:
                 self.observer("reduce", self.collector.nbytes)
-            self.flags = used
-            self.sent = self.reducer.start(full, used, self.tag(1))
+            self.sent = self.reducer.start(full, self.flags, self.tag(1))
             if not self.lanes.immediate:
                 self.reducer.finish(self.sent, self.tag(2), all_reduce=self.settings.all_reduce)
         return True
@@ -251,16 +251,16 @@ class Unit:
             return
         with no_gradients():
             self.reducer.finish(sent, self.tag(2), all_reduce=self.settings.all_reduce)
-        self.reducer.wait(sent)
-        self.collector.close()
-        sent.bound, complete = True, all(sent.used)
-        if not sent.final or complete:
-            self.sent = None
-        self.flags = sent.used  # with what waited for the replicas, if anything did
-        if sent.final:
-            self.lanes.compute.note("bind", reads=[sent.chunk])
-            bind(self.collector, sent,
-                 None if complete else lambda numbers: any(sent.used[n] for n in numbers))
+            self.reducer.wait(sent)
+            self.collector.close()
+            sent.bound, complete = True, False not in sent.used
+            if not sent.final or complete:
+                self.sent = None
+            self.flags = sent.used  # with what waited for the replicas, if anything did
+            if sent.final:
+                self.lanes.compute.note("bind", reads=[sent.chunk])
+                bind(self.collector, sent,
+                     None if complete else lambda numbers: any(sent.used[n] for n in numbers))
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
         """Give the parameters that only other ranks used their part of the sum.

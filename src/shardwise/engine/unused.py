@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Reduction
+from ..torch_private import no_gradients
 from .step import Step
 from .unit import Unit
 
@@ -38,6 +39,7 @@ def agree_on_unused(units: Sequence[Unit]) -> None:
         if all(all(row) for row in flags):
             continue
         anywhere, start = [bool(value) for value in table.tolist()], 0
-        for unit, row in zip(members, flags, strict=True):
-            unit.bind_unused(anywhere[start : start + len(row)])
-            start += len(row)
+        with no_gradients():
+            for unit, row in zip(members, flags, strict=True):
+                unit.bind_unused(anywhere[start : start + len(row)])
+                start += len(row)

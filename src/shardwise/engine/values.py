@@ -31,8 +31,11 @@ def refuse_precision(unit: str, *, full: bool) -> NoReturn:
 
 def count_changes(storages: Sequence[FlatStorage]) -> int:
     """Grows when a step, a load or a summon changes the parameters: looks at one of each storage, as all change."""
+    changes = 0
     with without_torch_function():
-        return sum([storage.edits + version_of(storage.visible[0].parameter) for storage in storages])
+        for storage in storages:
+            changes += storage.edits + version_of(storage.visible[0].parameter)
+    return changes
 
 
 def refuse_other_values(unit: str) -> NoReturn:

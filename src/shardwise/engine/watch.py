@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..torch_private import base_of, levels_of, made_after
+from ..torch_private import base_of, has_levels, hook_gradient, levels_of, made_after
 from .step import Call
 from .traverse import map_tensors, tensors_in
 
@@ -35,11 +35,6 @@ class Watched:
     def __init__(self, tensor: Tensor) -> None:
         self.view = tensor.view_as(tensor)
         self.node: Any = self.view.grad_fn
-
-    @property
-    def in_front(self) -> bool:
-        """Does all of the forward come behind the node? Not if the input was changed in place."""
-        return self.view.grad_fn is self.node
 
 
 def watch_input(args: Any, kwargs: Any) -> tuple[Any, Any, Watched | None]:
@@ -69,7 +64,8 @@ def _swapped(value: Any, old: Tensor, new: Watched) -> Any:
 def nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None) -> dict[Any, None]:
     """The nodes through which gradients enter: of outputs, of their bases, and of what was left behind."""
     nodes: dict[Any, None] = {}
-    for tensor in chain.from_iterable(map(levels_of, (output,) if isinstance(output, Tensor) else _tensors(output))):
+    tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else _tensors(output)
+    for tensor in chain.from_iterable(map(levels_of, tensors)) if has_levels() else tensors:
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None
             base = base_of(tensor)  # an in-place change of a view reroutes autograd through its base
@@ -102,5 +98,8 @@ def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched
     for node in nodes:
         node.register_prehook(partial(listener.enter_backward, call))
     call.watched = watched is not None  # if not by the input, then by the end of the pass
-    if watched is not None and watched.in_front:
-        watched.node.register_prehook(partial(listener.leave_backward, call))
+    # not all of the forward comes behind the node if the input was changed in place
+    if watched is not None and watched.view.grad_fn is watched.node:
+        leave = partial(listener.leave_backward, call)
+        if not hook_gradient(watched.view, watched.node, leave):
+            watched.node.register_prehook(leave)

@@ -17,11 +17,11 @@ A session's pass::
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from ..errors import LifecycleError
 
-__all__ = ["Named", "Pass", "Residency", "require_move"]
+__all__ = ["LEGAL_MOVES", "Named", "Pass", "Residency", "refuse_move"]
 
 
 class Residency(IntEnum):
@@ -47,7 +47,8 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-_MOVES: frozenset[int] = frozenset(old * 100 + new for old, new in (
+#: ``old * 100 + new`` of each legal move: the owner of a state looks here before it changes
+LEGAL_MOVES: frozenset[int] = frozenset(old * 100 + new for old, new in (
     (Residency.SHARDED, Residency.UNSHARDING),
     (Residency.UNSHARDING, Residency.UNSHARDED),
     (Residency.UNSHARDING, Residency.SHARDED),
@@ -61,11 +62,9 @@ _MOVES: frozenset[int] = frozenset(old * 100 + new for old, new in (
 ))
 
 
-def require_move(unit: Named, old: IntEnum, new: IntEnum) -> None:
-    """Raise ``LifecycleError`` unless ``old`` → ``new`` is in the table of legal moves."""
-    if old * 100 + new not in _MOVES:
-        raise LifecycleError(
-            "illegal move of a unit", unit=unit.name, expected="a legal move",
-            got=f"{old.name} -> {new.name}",
-            remedy="This is a defect of shardwise; please report it with the traceback.",
-        )
+def refuse_move(unit: Named, old: IntEnum, new: IntEnum) -> NoReturn:
+    """Raise ``LifecycleError``: ``old`` → ``new`` is not in the table of legal moves."""
+    raise LifecycleError(
+        "illegal move of a unit", unit=unit.name, expected="a legal move", got=f"{old.name} -> {new.name}",
+        remedy="This is a defect of shardwise; please report it with the traceback.",
+    )

@@ -92,9 +92,12 @@ class OriginalFace:
         self.showings: list[Showing] = []
         self.in_use = False
         self._tables: list[_Table] = []
+        self._expected: tuple[list[dict[str, Any]], list[str], list[nn.Parameter]] = ([], [], [])
+        self._shares = False  # a slot that other units show as well
         self.outdated = True  #: there are other leaves or originals than ``_tables`` was made from
         self._recurrent: list[tuple[nn.RNNBase, list[Any]]] = []
-        self.at_rest: list[tuple[dict[str, Any], str, Any]] = []  #: more that is shown at rest only
+        self.at_rest: list[tuple[dict[str, Any], str, Any]] = []  #: more that is shown at rest
+        self._cleared = False
 
     def add(self, entry: OwnedParameter, storage: FlatStorage, index: int) -> None:
         """Show parameter ``index`` of ``storage`` in all slots of ``entry``."""
@@ -118,11 +121,15 @@ class OriginalFace:
         self.in_use = True
         for t in self._tables if not self.outdated else self._current_tables():
             t.table.update(t.leaves)
+        if self._recurrent:
+            self._follow_recurrent()
+
+    def clear_the_way(self) -> None:
+        """Show nothing that is for rest only: the unit's own forward begins."""
+        self._cleared = True
         for table, name, value in self.at_rest:
             if table.get(name) is value:
                 del table[name]
-        if self._recurrent:
-            self._follow_recurrent()
 
     def show_originals(self) -> None:
         """Show the user's own objects."""
@@ -134,8 +141,10 @@ class OriginalFace:
             for s in t.shared:
                 if not s.in_use:
                     t.table[s.name] = s.storage.parameters[s.index]
-        for table, name, value in self.at_rest:
-            table.setdefault(name, value)
+        if self._cleared:
+            self._cleared = False
+            for table, name, value in self.at_rest:
+                table.setdefault(name, value)
         if self._recurrent:
             self._follow_recurrent()
 
@@ -200,10 +209,10 @@ class OriginalFace:
 
     def undisturbed(self) -> bool:
         """Are there no strangers? The quick form; it may say no for slots that other units show."""
-        for t in self._tables if not self.outdated else self._current_tables():
-            if t.shared or any(map(is_not, map(t.table.get, t.originals), t.originals.values())):
-                return False
-        return True
+        if self.outdated:
+            self._current_tables()
+        tables, names, originals = self._expected
+        return not (self._shares or any(map(is_not, map(dict.get, tables, names), originals)))
 
     def _current_tables(self) -> list[_Table]:
         """Leaves and originals by table."""
@@ -217,6 +226,9 @@ class OriginalFace:
                 else:
                     t.shared.append(s)
             self._tables = list(tables.values())
+            rows = [(t.table, name, p) for t in self._tables for name, p in t.originals.items()]
+            self._expected = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+            self._shares = any(t.shared for t in self._tables)
         return self._tables
 
 

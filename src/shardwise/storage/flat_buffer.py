@@ -35,37 +35,43 @@ class BufferPool:
         self.keep = keep
         self.nbytes = 0  #: bytes kept for reuse
         self._free: dict[int, list[torch.UntypedStorage]] = {}  # by size; that given back last comes last
+        self._last = -1  # that size
         self._empty: list[torch.UntypedStorage] = []  # shells without memory, for what is given back next
 
     def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give the empty ``storage`` ``nbytes`` of uninitialised memory."""
-        pieces = self._free.get(nbytes)
-        if pieces is None:
-            storage.resize_(nbytes)
-        else:
-            swap_storage(storage, piece := self._pop(nbytes, pieces))
+        if pieces := self._free.get(nbytes):
+            swap_storage(storage, piece := pieces.pop())
+            self.nbytes -= nbytes
             self._empty.append(piece)
+        else:
+            self._take_new(storage, nbytes)
+
+    def _take_new(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
 
     def give(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Take the ``nbytes`` of memory of ``storage``, which is empty afterwards."""
         swap_storage(storage, piece := self._empty.pop() if self._empty else torch.UntypedStorage(0))
-        pieces = self._free.pop(nbytes, [])
-        pieces.append(piece)
-        self._free[nbytes] = pieces
+        if nbytes != self._last:
+            self._last = nbytes
+            self._free[nbytes] = self._free.pop(nbytes, [])
+        self._free[nbytes].append(piece)
         self.nbytes += nbytes
-        while self.nbytes > self.keep * nbytes and self.nbytes > self.keep * max(self._free):
-            self._pop(*next(iter(self._free.items())))
+        if self.nbytes > self.keep * nbytes:
+            self._trim()
 
-    def _pop(self, nbytes: int, pieces: list[torch.UntypedStorage]) -> torch.UntypedStorage:
-        if len(pieces) == 1:
-            del self._free[nbytes]
-        self.nbytes -= nbytes
-        return pieces.pop()
+    def _trim(self) -> None:
+        """Return to the system what is beyond ``keep`` times the largest piece."""
+        while self.nbytes > self.keep * max(nbytes for nbytes, pieces in self._free.items() if pieces):
+            nbytes, pieces = next(item for item in self._free.items() if item[1])
+            self.nbytes -= nbytes
+            pieces.pop()
 
     def clear(self) -> None:
         """Return all kept memory to the system."""
         self._free.clear()
-        self.nbytes = 0
+        self.nbytes, self._last = 0, -1
 
 
 class TransportPool(BufferPool):
@@ -82,10 +88,10 @@ class TransportPool(BufferPool):
             _TRANSPORT_POOLS[transport] = cls(transport)
         return _TRANSPORT_POOLS[transport]
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def _take_new(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         transport = self._transport()
-        if transport is None or not nbytes or nbytes in self._free:
-            super().take(storage, nbytes)
+        if transport is None or not nbytes:
+            super()._take_new(storage, nbytes)
             return
         swap_storage(storage, piece := transport.allocate(nbytes, torch.uint8, storage.device).untyped_storage())
         self._empty.append(piece)

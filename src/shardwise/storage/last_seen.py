@@ -6,14 +6,17 @@ Asked before every forward of a unit, so it is a few comparisons of lists.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..torch_private import without_torch_function
 from .visible import Visible
 
 __all__ = ["LastSeen"]
+
+_place, _is_trained = Tensor.data_ptr, attrgetter("requires_grad")
 
 
 class LastSeen:
@@ -34,10 +37,10 @@ class LastSeen:
         if self._places is None:
             self._places = [seen.parameter for seen in visible], [seen.pointer for seen in visible]
         parameters, expected = self._places
-        pointers = [parameter.data_ptr() for parameter in parameters]
+        pointers = [*map(_place, parameters)]
         return (
             pointers == expected
-            and [parameter.requires_grad for parameter in parameters] == self._trained
+            and [*map(_is_trained, parameters)] == self._trained
             # the place tells the dtype, but for parameters without memory
             and (0 not in pointers or {parameter.dtype for parameter in parameters} == {dtype})
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import gt
 from typing import Any
 
 from torch import nn
@@ -14,15 +15,20 @@ class Roster:
     """The modules of a unit with their children and numbers of parameters; cheap to compare with."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        self._rows: list[tuple[dict[str, Any], int, dict[str, Any], list[Any]]] = []
-        for _, module in modules:
-            registered, children = vars(module)["_parameters"], vars(module)["_modules"]
-            self._rows.append((registered, len(registered), children, list(children.values())))
+        modules = [module for _, module in modules]
+        self._registered: list[dict[str, Any]] = [vars(module)["_parameters"] for module in modules]
+        self._children: list[dict[str, Any]] = [vars(module)["_modules"] for module in modules]
+        self._counts = [*map(len, self._registered)]
+        self._numbers = [*map(len, self._children)]
+        self._parents = [children for children in self._children if children]
+        self._known = [[*children.values()] for children in self._parents]
 
     @property
     def has_newcomers(self) -> bool:
-        """Were parameters or modules added, or modules replaced, since?"""
-        for registered, count, children, known in self._rows:
-            if len(registered) > count or ((known or children) and [*children.values()] != known):
-                return True
-        return False
+        """Were parameters or modules added, or modules replaced or taken away, since?"""
+        counts = [*map(len, self._registered)]
+        return (
+            [*map(len, self._children)] != self._numbers
+            or [[*children.values()] for children in self._parents] != self._known
+            or (counts != self._counts and any(map(gt, counts, self._counts)))
+        )
