@@ -16,8 +16,9 @@ from ..errors import ConfigurationError, LifecycleError, WritebackError, name_li
 from ..plan.lifecycle import Pass
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
-from ..storage.faces import FlatFace, OriginalFace
+from ..storage.faces import OriginalFace
 from ..storage.flat_buffer import BufferPool
+from ..storage.flat_face import FlatFace
 from ..storage.flat_storage import FLAT, FlatStorage, Place
 from ..storage.guard import guard
 from ..storage.roster import Roster

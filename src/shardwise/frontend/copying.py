@@ -23,7 +23,7 @@ from ..engine.unit import Unit
 from ..errors import LifecycleError
 from ..plan.ownership import OwnedParameter, Slot
 from ..plan.state_options import StateDictType
-from ..storage.faces import FlatFace
+from ..storage.flat_face import FlatFace
 from ..storage.flat_storage import FlatStorage
 from ..storage.roster import Roster
 from .summon import is_summoned

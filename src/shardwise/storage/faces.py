@@ -7,7 +7,7 @@ that writes the tables in which modules keep their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_not
@@ -17,13 +17,12 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import stateless
 
-from ..errors import LifecycleError, WritebackError
+from ..errors import LifecycleError
 from ..plan.ownership import OwnedParameter, Slot
 from ..torch_private import under_way
 from .flat_storage import FlatStorage
-from .sharded_parameter import home_of
 
-__all__ = ["FlatFace", "OriginalFace", "Showing", "standing_in"]
+__all__ = ["OriginalFace", "Showing", "refuse_for_one_call", "standing_in"]
 
 
 @contextmanager
@@ -76,7 +75,8 @@ class _Table:
     shared: list[Showing] = field(default_factory=list[Showing])  #: slots that other units show as well
 
 
-def _refuse_for_one_call(fqn: str, storage: FlatStorage, shown: Any) -> NoReturn:
+def refuse_for_one_call(fqn: str, storage: FlatStorage, shown: Any) -> NoReturn:
+    """Raise ``LifecycleError``: ``shown`` stands in for parameter ``fqn`` for the length of a call."""
     raise LifecycleError(
         "torch.func.functional_call with other parameters: a sharded module computes with its own, which its unit "
         "gathers", fqn=fqn, unit=storage.unit, rank=storage.rank, expected="the module's own parameters",
@@ -204,7 +204,7 @@ class OriginalFace:
             if s.table.get(s.name) is not s.storage.parameters[s.index] and not s.in_use
         ]
         if found and under_way(functional_call, stateless.functional_call):
-            _refuse_for_one_call(found[0][0].slot.fqn, found[0][0].storage, found[0][1])
+            refuse_for_one_call(found[0][0].slot.fqn, found[0][0].storage, found[0][1])
         return found
 
     def undisturbed(self) -> bool:
@@ -230,72 +230,3 @@ class OriginalFace:
             self._expected = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
             self._shares = any(t.shared for t in self._tables)
         return self._tables
-
-
-class FlatFace(OriginalFace):
-    """``use_orig_params=False``: one flat parameter is registered for each flat storage; the
-    user's parameters are reachable as plain attributes, in ``module.__dict__``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._flat: tuple[dict[str, Any], dict[str, nn.Parameter]] = ({}, {})
-        self._orders: list[tuple[nn.Module, list[str]]] = []  # registered names before sharding
-        self._revealed = False
-
-    def _table(self, slot: Slot) -> dict[str, Any]:
-        module = slot.module
-        if all(known is not module for known, _ in self._orders):
-            self._orders.append((module, [*module._parameters, slot.name]))
-        parameter = module._parameters.pop(slot.name, None)
-        if parameter is not None:
-            module.__dict__[slot.name] = parameter
-        return module.__dict__
-
-    def register(self, module: nn.Module, storages: Sequence[FlatStorage]) -> None:
-        """Make the shard of each storage a visible parameter of ``module``."""
-        for number, storage in enumerate(storages):
-            name = "_flat_param" if number == 0 else f"_flat_param_{number}"
-            flat = storage.visible[0].parameter if storage.hidden else storage.show_flat(name)
-            module._parameters[name] = self._flat[1][name] = flat
-        self._flat = (module._parameters, self._flat[1])
-
-    def copied(self, module_of: Callable[[nn.Module], nn.Module],
-               storage_of: Callable[[FlatStorage], FlatStorage]) -> OriginalFace:
-        made = super().copied(module_of, storage_of)
-        assert isinstance(made, FlatFace)
-        made._orders = [(module_of(module), names) for module, names in self._orders]
-        return made
-
-    def strangers(self) -> list[tuple[Showing, Any]]:
-        for name, flat in self._flat[1].items() if not self._revealed else ():
-            shown, home = self._flat[0].get(name), home_of(flat)
-            if shown is not flat and home is not None:
-                if under_way(functional_call, stateless.functional_call):
-                    _refuse_for_one_call(name, home[0], shown)
-                raise WritebackError(
-                    "Cannot writeback: a flat parameter was replaced in its module", fqn=name, unit=home[0].unit,
-                    rank=home[0].rank, expected="the object that was registered there",
-                    got=f"another {type(shown).__name__}", remedy="Change it in place, or edit the originals.",
-                )
-        return super().strangers()
-
-    def reveal(self) -> None:
-        self._revealed = True
-        for name in self._flat[1]:
-            del self._flat[0][name]
-        for showing in self.showings:
-            showing.slot.module._parameters[showing.name] = showing.table.pop(showing.name)
-        for module, names in self._orders:
-            table = module._parameters
-            ordered = {name: table.pop(name) for name in names if name in table}
-            rest = dict(table)
-            table.clear()
-            table.update(ordered | rest)
-
-    def conceal(self) -> None:
-        if not self._revealed:
-            return
-        self._revealed = False
-        for showing in self.showings:
-            showing.table[showing.name] = showing.slot.module._parameters.pop(showing.name, None)
-        self._flat[0].update(self._flat[1])
