@@ -138,4 +138,4 @@ def test_matched_ranks_that_have_not_come_are_said_so(rank: int, world: int) -> 
     said: list[str | None] = [None] * world
     dist.all_gather_object(said, told)
     assert len(set(said)) == 1
-    assert "rank 1 runs gather with tag 1, rank 2 has not come to it, rank 3 has not come to it, in coll" in told
+    assert "rank 1 runs gather with tag 1, rank 2 is not at it, rank 3 is not at it, in coll" in told

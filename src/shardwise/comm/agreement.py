@@ -132,7 +132,7 @@ def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: D
 
 def disagreement(calls: Sequence[Call | None], members: Sequence[int],
                  describe: DescribeTag | None) -> Facts | None:
-    """What ``calls`` disagree on; None of a rank that has not come to its call yet."""
+    """What ``calls`` disagree on; None of a rank that has not come to it yet, or forgot it."""
     first = next((call for call in calls if call is not None), None)
     if first is None or all(call is None or call == first for call in calls):
         return None
@@ -141,7 +141,7 @@ def disagreement(calls: Sequence[Call | None], members: Sequence[int],
         return Facts(
             "ranks run different units, so their shards would be mixed",
             ", ".join(f"rank {rank} runs {call.subject(describe)}" if call is not None
-                      else f"rank {rank} has not come to it" for rank, call in pairs),
+                      else f"rank {rank} is not at it" for rank, call in pairs),
             "Every rank must run the same units in the same order; look for control flow that "
             "depends on the data or on the rank.")
     return Facts(

@@ -1,6 +1,6 @@
 """What this rank ran in a group, collective by collective, for when ranks stop meeting each other.
 
-Nothing is compared in advance. A rank whose collective does not end writes the last pages of its book into the
+Nothing is compared in advance. A rank whose collective does not end writes the last page of its book into the
 store of the group and reads those of the others: under the same number all must have the same call. Who finds two
 that differ writes the *verdict*, once for all ranks, so that every rank raises the same error.
 The store may be gone, so nothing here waits for it longer than a moment.
@@ -9,19 +9,24 @@ The store may be gone, so nothing here waits for it longer than a moment.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .. import errors
 from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, DescribeTag, disagreement
 from .last_words import shortly
 
-__all__ = ["Logbook"]
+__all__ = ["Logbook", "own_store"]
 
 #: calls that are kept: an accelerator's ranks are some steps apart
-_KEPT = 1024
+_KEPT = 2048
 #: how often a rank that found a difference looks again whether the other ranks came to that number as well
 _PATIENCE = 3
 #: so many ranks are looked at in one go, beginning with the next one
@@ -56,8 +61,8 @@ class Logbook:
         if shortly(lambda: self._store.set(f"page/{self._rank}", page) or True):
             self._published = calls[-1][0]
 
-    def compare(self, describe: DescribeTag | None) -> None:
-        """Raise the verdict, if there is one, or if the pages of two ranks differ.
+    def compare(self, describe: DescribeTag | None) -> bool:
+        """Raise the verdict, if there is one, or if the pages of two ranks differ; True: look again soon.
 
         A rank looks at the next one that has shown a page; if any two ranks differ, so do two neighbours.
         """
@@ -71,7 +76,8 @@ class Logbook:
                 differing = [number for number in page.keys() & mine.keys() if page[number] != mine[number]]
                 if differing:
                     self._suspect(min(differing), mine, describe)
-                return
+                return bool(differing)
+        return False
 
     def verdict(self) -> CommunicationError | None:
         """The error that all ranks raise, if one of them wrote it."""
@@ -103,6 +109,16 @@ class Logbook:
             return None
         first, calls = json.loads(found)
         return {number: Call(*call) for number, call in enumerate(calls, first)}
+
+
+def own_store(group: Any, name: str, device: torch.device) -> Any:
+    """A store of which only this group and this start of the job know. Collective, over ``group`` itself.
+
+    The store of a group may have served another start of the job, or another group of the same name.
+    """
+    life = torch.tensor([time.time_ns()], device=device)
+    dist.all_reduce(life, dist.ReduceOp.MAX, group=group)
+    return PrefixStore(f"shardwise/{name}/{int(life)}", group.get_group_store())
 
 
 def _error(found: bytes) -> CommunicationError:

@@ -1,16 +1,22 @@
-"""Collectives over a c10d process group: NCCL and its like, and gloo for CPU tensors.
+"""Collectives over a c10d process group: NCCL and its like, and gloo for tensors of an accelerator.
+
+NCCL's ranks note what they run in a logbook, and a thread compares the books every two seconds: ranks that run
+different things wait for each other on the device for ever, or mix data of equal sizes without a word.
 
 Gloo is told apart, tensor device by tensor device, for three reasons. Its reduce-scatter is an
 all-reduce and a slice (twice the bytes, a few times slower), so an all-to-all and a local sum
 in rank order stand in for it. It checks nothing, and a message of an unexpected length ends the
 process, so the ranks first compare what they are about to run (``check_tags``, one gather of a
-few integers). And empty messages are not worth a round trip.
+few integers). And empty messages are not worth a round trip. (CPU tensors have ``MatchedCollectives``.)
 """
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,7 +37,9 @@ from .agreement import (
 )
 from .collectives import DONE, VARIANT, Collectives, Handle, Reduction
 from .failures import explained
+from .logbook import Logbook, own_store
 from .underway import Waiting
+from .watch import watch
 
 __all__ = ["ProcessGroupCollectives", "backends_by_device"]
 
@@ -40,6 +48,9 @@ _OPERATION = {
     Reduction.MAX: dist.ReduceOp.MAX,
     Reduction.MIN: dist.ReduceOp.MIN,
 }
+
+_ROUND_S = 2.0  # between two comparisons of logbooks …
+_LOOKS_PER_S = 128  # … in groups of up to 256 ranks; the store of the group serves so many ranks in a second
 
 
 def _c10d(*names: str) -> Callable[..., Any]:
@@ -70,6 +81,10 @@ class ProcessGroupCollectives(Collectives):
         # NCCL and its like: what the engine passes fits by construction, and nothing is compared
         self._quick = not self._check_others and "gloo" not in self._backends.values() and self.size > 1
         self._trusting, self._asked = self._quick, False
+        self._gathers, self._scatters = _QuickCalls(Kind.GATHER), _QuickCalls(Kind.REDUCE_SCATTER)
+        self._book: Logbook | None = None
+        self._verdict: CommunicationError | None = None
+        self._next_round = 0.0
 
     def compare_calls(self, on: bool) -> None:
         self._asked = on
@@ -77,7 +92,7 @@ class ProcessGroupCollectives(Collectives):
 
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         if self._trusting and out.dtype in REDUCIBLE:
-            return self._launch(Call(Kind.GATHER, tag), quick_gather, out, shard, quick=True)
+            return self._launch(self._gathers[tag], quick_gather, out, shard, quick=True)
         call = gather_call(out, shard, self.size, tag)
         if self.size == 1:
             return _copy(out, shard)
@@ -87,7 +102,7 @@ class ProcessGroupCollectives(Collectives):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
         if self._trusting and not self.rank_order and full.dtype in REDUCIBLE:
-            return self._launch(Call(Kind.REDUCE_SCATTER, tag), quick_reduce_scatter, out, full, quick=True)
+            return self._launch(self._scatters[tag], quick_reduce_scatter, out, full, quick=True)
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
             return _copy(out, full)
@@ -134,7 +149,7 @@ class ProcessGroupCollectives(Collectives):
         if self._check_gloo and self._backends.get("cpu") == "gloo":
             self._compare(call, torch.device("cpu"))  # a gather of one message per rank is a barrier
         else:
-            self._launch(call, dist.barrier).wait()
+            self._launch(call, dist.barrier).wait()  # ranks that do other things meanwhile show in what comes next
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"
@@ -144,6 +159,8 @@ class ProcessGroupCollectives(Collectives):
         gloo = self._is_gloo(tensor)
         if self._asked or (self._check_gloo if gloo else self._check_others):
             self._compare(call, torch.device("cpu") if gloo else tensor.device)
+        else:
+            self._note(call, tensor.device)
         return not gloo or tensor.numel() > 0
 
     def _compare(self, call: Call, device: torch.device) -> None:
@@ -153,6 +170,23 @@ class ProcessGroupCollectives(Collectives):
         calls = [Call(*row) for row in table.view(self.size, len(call)).tolist()]
         require_agreement(calls, self.members, self.describe_tag)
 
+    def look(self, after_s: float) -> None:
+        """Now and then: show what this rank ran, and compare it with what another did. Of large groups more seldom."""
+        book, now = self._book, time.monotonic()
+        if book is None or self._verdict is not None or now < self._next_round:
+            return
+        try:
+            book.publish()
+            if not book.compare(self.describe_tag):
+                self._next_round = now + max(_ROUND_S, self.size / _LOOKS_PER_S)
+        except CommunicationError as error:
+            self._verdict = error  # for the next collective; until then the device may wait
+            print(error, file=sys.stderr, flush=True)
+            group = self._group()
+            if group is not None:
+                with suppress(RuntimeError):
+                    group.abort()
+
     def _launch(self, call: Call, function: Callable[..., Any], *tensors: Tensor, quick: bool = False,
                 **options: object) -> Handle:
         group = self._group()
@@ -160,12 +194,45 @@ class ProcessGroupCollectives(Collectives):
             raise CommunicationError(
                 f"the process group was destroyed before {call.subject(self.describe_tag)}",
                 remedy="Call dist.destroy_process_group() after the last use of the model.")
+        if self._verdict is not None:
+            raise self._verdict
         try:
-            work = (function(group, *tensors) if quick
-                    else function(*tensors, group=group, async_op=True, **options))
+            if quick:
+                (self._book or self._open(group, tensors[0].device)).note(call)
+                work = function(group, *tensors)
+            else:
+                work = function(*tensors, group=group, async_op=True, **options)
         except RuntimeError as error:
-            raise explained(error, call, self) from error
+            raise self.failed(error, call) from error
         return _Pending(self, call, work)
+
+    def failed(self, error: RuntimeError, call: Call) -> CommunicationError:
+        """What to raise for c10d's ``error``, which may be the consequence of a verdict."""
+        if self._verdict is None and self._book is not None:
+            self._verdict = self._book.verdict()
+        return self._verdict or explained(error, call, self)
+
+    def _note(self, call: Call, device: torch.device) -> None:
+        group = self._group()
+        if group is not None and self._verdict is None:
+            (self._book or self._open(group, device)).note(call)
+
+    def _open(self, group: Any, device: torch.device) -> Logbook:
+        self._book = Logbook(own_store(group, "calls", device), self.rank, self.members)
+        watch(self)
+        return self._book
+
+
+class _QuickCalls(dict[int, Call]):
+    """The call of each tag. Sizes are left out: on the quick path they fit by construction."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self._kind = int(kind)
+
+    def __missing__(self, tag: int) -> Call:
+        self[tag] = call = Call(self._kind, tag)
+        return call
 
 
 class _Pending(Handle):
@@ -186,7 +253,7 @@ class _Pending(Handle):
                 with Waiting(self._call, owner.describe_tag, owner.members):
                     work.wait()
         except RuntimeError as error:
-            raise explained(error, self._call, self._owner) from error
+            raise owner.failed(error, self._call) from error
 
 
 class _SumWhenArrived(Handle):

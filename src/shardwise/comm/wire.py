@@ -30,7 +30,7 @@ from .collectives import Collectives, Handle
 from .exchanges import Messages, Steps
 from .failures import explained
 from .last_words import introduce
-from .logbook import Logbook
+from .logbook import Logbook, own_store
 from .underway import Waiting
 from .watch import watch
 
@@ -40,6 +40,7 @@ _MARKS = 0x7FFF_FFFF  # gloo's tags
 _SPREAD = 0x9E37_79B1
 #: collectives that nobody waited for; with one more, the oldest of them is waited for
 _UNDERWAY = 64
+_CPU = torch.device("cpu")
 _CUT_S = timedelta(milliseconds=1)
 
 
@@ -74,7 +75,8 @@ class Wire:
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self._group = weakref.ref(group)
         self._line: _Line | None = None
-        self._life, self._generation = 0, 0
+        self._store: Any = None
+        self._generation = 0
         self._broken: CommunicationError | None = None
 
     @classmethod
@@ -157,12 +159,9 @@ class Wire:
         return self._line
 
     def _connected(self, group: Any) -> _Line:
-        if not self._life:  # the store may have served another start of the job, or another group of this name
-            life = torch.tensor([time.time_ns()])
-            dist.all_reduce(life, dist.ReduceOp.MAX, group=group)
-            self._life = int(life)
-        store = PrefixStore(f"shardwise/wire/{self._life}/{self._generation}", group.get_group_store())
-        limit = timedelta(seconds=group_timeout(group, torch.device("cpu")))
+        if self._store is None:
+            self._store = own_store(group, "wire", _CPU)
+        store, limit = PrefixStore(str(self._generation), self._store), timedelta(seconds=group_timeout(group, _CPU))
         channel = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         return _Line(channel, Logbook(PrefixStore("calls", store), self.rank, self.members))
 
