@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.errors import LeftPassError
+from shardwise.errors import CommunicationError, LeftPassError
 from tests.bed import ranks
+from tests.bed.fronts import over_the_group
 
 
 class _Bomb(torch.autograd.Function):
@@ -136,6 +137,28 @@ def test_A19_all_others_are_told_wherever_they_are(rank: int) -> None:
     if rank != 1:
         assert "rank 1 left pass" in str(caught.value)
     _goes_on(model, rank)
+
+
+@ranks(2)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_A19_over_gloo_alone_the_exception_is_named(elsewhere: bool, rank: int) -> None:
+    """Whether the logbooks differ, or the note is read: all ranks have the same words."""
+    with over_the_group():
+        model = _model()
+    _step(model, 0, rank)
+    model.zero_grad()
+    with _harmed(model, "forward", rank == 1), pytest.raises(CommunicationError if rank == 0 else ValueError) as caught:
+        _step(model, 1, rank)
+    if elsewhere:
+        dist.barrier()
+    if rank == 1:
+        with pytest.raises(CommunicationError) as caught:
+            _step(model, 2, rank)
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, str(caught.value))
+    assert said[0] == said[1]
+    assert re.search(r"rank 1 left pass \d+ in forward of '1' by ValueError: bad batch", said[0])
+    assert ("runs gather of '2', rank 1 runs gather of '0'" in said[0]) != elsewhere, said
 
 
 @ranks(2)

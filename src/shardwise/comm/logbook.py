@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ class Logbook:
         if shortly(lambda: self._store.set(f"page/{self._rank}", page) or True):
             self._published = calls[-1][0]
 
-    def compare(self, describe: DescribeTag | None) -> bool:
+    def compare(self, describe: DescribeTag | None, words: Callable[[], str] = str) -> bool:
         """Raise the verdict, if there is one, or if the pages of two ranks differ; True: look again soon.
 
-        A rank looks at the next one that has shown a page; if any two ranks differ, so do two neighbours.
+        ``words``: what may explain it. A rank looks at the next one that has shown a page: if any two ranks differ,
+        so do two neighbours.
         """
         if (verdict := self.verdict()) is not None:
             raise verdict
@@ -75,7 +76,7 @@ class Logbook:
             if page:
                 differing = [number for number in page.keys() & mine.keys() if page[number] != mine[number]]
                 if differing:
-                    self._suspect(min(differing), mine, describe)
+                    self._suspect(min(differing), mine, describe, words)
                 return bool(differing)
         return False
 
@@ -90,7 +91,8 @@ class Logbook:
         found = shortly(lambda: self._store.compare_set("verdict", "", text))
         return _error(found) if found else error
 
-    def _suspect(self, number: int, mine: dict[int, Call], describe: DescribeTag | None) -> None:
+    def _suspect(self, number: int, mine: dict[int, Call], describe: DescribeTag | None,
+                 words: Callable[[], str]) -> None:
         """Others may be on the way to this number: the text shall have the calls of all ranks."""
         pages = [mine if place == self._rank else self._page(place) for place in range(len(self._members))]
         calls = [page.get(number) if page else None for page in pages]
@@ -99,8 +101,8 @@ class Logbook:
             return
         facts = disagreement(calls, self._members, describe)
         if facts is not None:
-            raise self.settle(DivergenceError(facts.what, got=f"{facts.got}, in collective {number} of this group",
-                                              remedy=facts.remedy))
+            got = f"{facts.got}, in collective {number} of this group{words()}"
+            raise self.settle(DivergenceError(facts.what, got=got, remedy=facts.remedy))
 
     def _page(self, place: int) -> dict[int, Call] | None:
         key = f"page/{place}"

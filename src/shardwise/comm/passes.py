@@ -71,6 +71,16 @@ class Passes:
         """Who left that pass, and why."""
         return [Note(*json.loads(line)) for line in (read(self._key(count)) or "").splitlines()]
 
+    def align(self, standings: Sequence[Standing]) -> None:
+        """All ranks are in one pass: count it as they do, for some may have run a pass alone."""
+        self.count = max(abs(standing.count) for standing in standings)
+        self.left = max(standing.left for standing in standings)
+
+    def recently_left(self) -> str:
+        """``; rank 1 left pass 17 in …``, of this pass and the one before, for a message."""
+        return "".join(f"; {note.text(count)}" for count in (self.count - 1, self.count) if count > 0
+                       for note in self.notes(count))
+
     def agreed(self, calls: Sequence[Call], standings: Sequence[Standing], place: int, members: Sequence[int],
                describe: DescribeTag | None) -> bool:
         """Do all ranks run the same call? False: ask again, for others are being told to leave their pass.
@@ -81,8 +91,7 @@ class Passes:
         behind = [_is_behind(place, standings) for place in range(len(standings))]
         alike = all(call == calls[0] for call in calls)
         if alike and not any(late and standing.count > 0 for late, standing in zip(behind, standings, strict=True)):
-            self.count = max(abs(standing.count) for standing in standings)  # some may have run a pass alone
-            self.left = max(standing.left for standing in standings)
+            self.align(standings)
             return True
         last = max(standing.left for standing in standings)
         if behind[place]:

@@ -177,7 +177,7 @@ class ProcessGroupCollectives(Collectives):
             return
         try:
             book.publish()
-            if not book.compare(self.describe_tag):
+            if not book.compare(self.describe_tag, self.passes.recently_left):
                 self._next_round = now + max(_ROUND_S, self.size / _LOOKS_PER_S)
         except CommunicationError as error:
             self._verdict = error  # for the next collective; until then the device may wait
@@ -194,8 +194,8 @@ class ProcessGroupCollectives(Collectives):
             raise CommunicationError(
                 f"the process group was destroyed before {call.subject(self.describe_tag)}",
                 remedy="Call dist.destroy_process_group() after the last use of the model.")
-        if self._verdict is not None:
-            raise self._verdict
+        if (verdict := self._verdict) is not None:
+            raise verdict
         try:
             if quick:
                 (self._book or self._open(group, tensors[0].device)).note(call)

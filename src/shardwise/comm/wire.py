@@ -10,6 +10,7 @@ only way to wake a rank that waits in gloo, and at the same time every other ran
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from .exchanges import Messages, Steps
 from .failures import explained
 from .last_words import introduce
 from .logbook import Logbook, own_store
+from .passes import Passes, Standing
 from .underway import Waiting
 from .watch import watch
 
@@ -51,6 +53,7 @@ class _Line:
         self.channel, self.book = channel, book
         self.underway: dict[int, Exchange] = {}
         self.waiting: Waiting | None = None
+        self.passes = Passes()  #: of the transport that waits
         self.verdict: CommunicationError | None = None  #: why it was cut
         self.passed: Call | None = None  #: the last that was waited for
         self.seen = 0  #: the last call when it was last looked at
@@ -128,7 +131,7 @@ class Wire:
             return
         try:
             line.book.publish()
-            line.book.compare(wait.describe)
+            line.book.compare(wait.describe, line.passes.recently_left)
             if time.monotonic() >= wait.next_look:
                 vigil.look(wait)
         except CommunicationError as error:
@@ -152,17 +155,19 @@ class Wire:
                                      remedy="Call dist.destroy_process_group() after the last use of the model.")
         introduce()
         try:
-            self._line = self._connected(group)
+            self._line = self._connected(group, owner.passes)
         except RuntimeError as error:
             raise explained(error, call, owner) from error
         watch(self)
         return self._line
 
-    def _connected(self, group: Any) -> _Line:
+    def _connected(self, group: Any, passes: Passes) -> _Line:
         if self._store is None:
             self._store = own_store(group, "wire", _CPU)
         store, limit = PrefixStore(str(self._generation), self._store), timedelta(seconds=group_timeout(group, _CPU))
+        store.set(f"passes/{self.rank}", json.dumps([passes.count, passes.left]))
         channel = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        passes.align([Standing(*json.loads(store.get(f"passes/{place}"))) for place in range(self.size)])
         return _Line(channel, Logbook(PrefixStore("calls", store), self.rank, self.members))
 
 
@@ -207,6 +212,7 @@ class Exchange(Handle):
         line, owner = self._line, self._owner
         before, line.waiting = line.waiting, Waiting(
             self._call, owner.describe_tag, owner.members, after=line.passed)
+        line.passes = owner.passes
         try:
             with line.waiting:
                 for work in self._works:
