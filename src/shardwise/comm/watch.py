@@ -7,8 +7,10 @@ gloo takes a wait that ran out for the end of the whole group. So another thread
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
 from typing import ClassVar, Protocol
 
@@ -26,21 +28,35 @@ class Watch:
     """The thread of this process; started with the first thing that is watched."""
 
     every_s: ClassVar[float] = 0.5  #: between two looks
-    things: ClassVar[weakref.WeakSet[Watched]] = weakref.WeakSet()
+    things: ClassVar[list[weakref.ref[Watched]]] = []
     process: ClassVar[int] = 0  #: whose thread it is: a fork has none
 
 
 def watch(thing: Watched) -> None:
     """Look at ``thing`` as long as it lives."""
-    Watch.things.add(thing)
+    Watch.things.append(weakref.ref(thing))
     if Watch.process != os.getpid():
         Watch.process = os.getpid()
         threading.Thread(target=_run, daemon=True, name="shardwise-watch").start()
 
 
 def _run() -> None:
+    told: set[str] = set()
     while True:
         time.sleep(Watch.every_s)
-        for thing in list(Watch.things):
-            thing.look(Watch.every_s)
-        thing = None  # a frame that sleeps must not keep it alive
+        for kept in list(Watch.things):
+            try:
+                _look(kept)
+            except Exception:  # whatever it is, training and the other looks go on
+                text = traceback.format_exc()
+                if text not in told:
+                    told.add(text)
+                    print(text, file=sys.stderr, flush=True)
+
+
+def _look(kept: weakref.ref[Watched]) -> None:
+    thing = kept()
+    if thing is None:
+        Watch.things.remove(kept)
+    else:
+        thing.look(Watch.every_s)

@@ -158,7 +158,8 @@ class Wire:
             self._line = self._connected(group, owner.passes)
         except RuntimeError as error:
             raise explained(error, call, owner) from error
-        watch(self)
+        if not self._generation:
+            watch(self)
         return self._line
 
     def _connected(self, group: Any, passes: Passes) -> _Line:
