@@ -4,10 +4,10 @@
 
 Faults: ``kill``, ``stop`` (SIGSTOP), ``exit``, ``raise``, and such as scripts also meet: ``terminate`` (SIGTERM),
 ``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception). With ``stand`` (SIGSTOP too) the process group has
-torch's own time limit, of half an hour, and ranks look for each other (``SHARDWISE_LOST_AFTER``).
-
-Points: ``wrap``, ``forward``, ``backward``, ``step``,
-``save``. A survivor writes how many seconds after the fault it stopped, and its error, to ``said-<rank>``.
+torch's own time limit, of half an hour, and ranks look for each other (``SHARDWISE_LOST_AFTER``); so they do with
+``catch`` and ``rest``, where the rank catches its exception, and goes on with the next batch, or waits in a barrier.
+Points: ``wrap``, ``forward``, ``backward``, ``step``, ``save``. A survivor writes how many seconds after the fault it
+stopped, and its error, to ``said-<rank>``. Each rank writes what it listened to when the fault came to ``ears-<rank>``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,22 @@ from shardwise.comm import mesh
 from shardwise.comm.choose import collectives_for
 from shardwise.errors import CheckpointError, CommunicationError
 
-__all__ = ["FAULTS", "LIMIT_S", "MORE_FAULTS", "POINTS", "run"]
+__all__ = ["CAUGHT", "FAULTS", "LIMIT_S", "LOST_AFTER_S", "MORE_FAULTS", "POINTS", "listening", "run"]
 
 FAULTS = ("kill", "stop", "exit", "raise")
 MORE_FAULTS = ("terminate", "interrupt", "memory", "stand")
+CAUGHT = ("catch", "rest")
 POINTS = ("wrap", "forward", "backward", "step", "save")
 LIMIT_S = 6
 #: where there is no such limit
 LOST_AFTER_S = 0.8
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stand": signal.SIGSTOP,
             "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
-_UNLIMITED = ("stand",)
+_UNLIMITED = ("stand", *CAUGHT)
 
 
 def _harm(fault: str) -> None:
-    if fault == "raise":
+    if fault in ("raise", *CAUGHT):
         raise ValueError("the data of this rank are damaged")
     if fault == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -66,7 +68,7 @@ class _Trap(torch.autograd.Function):
         return gradient, None
 
 
-def _train(rank: int, folder: Path, at: Callable[[str], None]) -> None:
+def _train(rank: int, folder: Path, fault: str, at: Callable[[str], None]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     at("wrap")
@@ -77,7 +79,14 @@ def _train(rank: int, folder: Path, at: Callable[[str], None]) -> None:
     model[1].register_forward_hook(lambda _m, _a, output: _Trap.apply(output, lambda: at("backward")))
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(4):
-        model(torch.full((2, 64), float(rank + number))).square().sum().backward()
+        try:
+            model(torch.full((2, 64), float(rank + number))).square().sum().backward()
+        except ValueError:
+            if fault not in CAUGHT:
+                raise
+            if fault == "rest":
+                dist.barrier()
+            continue
         at("step")
         optimizer.step()
         optimizer.zero_grad()
@@ -85,10 +94,24 @@ def _train(rank: int, folder: Path, at: Callable[[str], None]) -> None:
         checkpoint.save(folder / f"saved-{number}", model, optimizer)
 
 
+def listening(process: int | None = None) -> set[str]:
+    """The inodes of sockets that listen, of all processes or of one."""
+    tables = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    every = {row[9] for row in tables if row[3] == "0A"}
+    if process is None:
+        return every
+    own = set[str]()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            own.add(os.readlink(descriptor))
+    return {inode for inode in every if f"socket:[{inode}]" in own}
+
+
 def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tuple[str, str]) -> None:
     """One rank's life; ``harm`` is (fault, point). A survivor writes seconds and text to ``said-<rank>``."""
     (rank, world), (fault, point) = place, harm
     torch.set_num_threads(1)
+    os.setpgid(0, 0)  # whatever it starts can be told by that
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a script
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if over == "group":
@@ -104,11 +127,12 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
             left[0] -= 1
             if left[0] < 0 and not began[0]:
                 began[0] = time.monotonic()
+                (folder / f"ears-{rank}").write_text(" ".join(listening(os.getpid())))
                 if rank == victim:
                     _harm(fault)
 
     try:
-        _train(rank, folder, at)
+        _train(rank, folder, fault, at)
     except (CommunicationError, CheckpointError) as error:
         (folder / f"said-{rank}").write_text(f"{time.monotonic() - began[0]:.2f} {error}")
         os._exit(7)

@@ -9,27 +9,31 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise import checkpoint
-from tests.bed.faulty import FAULTS, LIMIT_S, MORE_FAULTS, POINTS, run
+from tests.bed.faulty import CAUGHT, FAULTS, LIMIT_S, MORE_FAULTS, POINTS, listening, run
 
 _GRACE_S = 9.0  # on a machine with more to do than cores
 _SUITE = [("kill", "wrap", "shared"), ("raise", "forward", "shared"), ("exit", "backward", "group"),
           ("kill", "step", "shared"), ("stop", "backward", "shared"), ("raise", "save", "shared"),
-          ("kill", "forward", "group"), ("memory", "backward", "shared"), ("stand", "forward", "shared")]
-_REST = [(fault, point, over) for fault in (*FAULTS, *MORE_FAULTS) for point in POINTS for over in ("shared", "group")
-         if (fault, point, over) not in _SUITE and (fault in FAULTS or point in ("forward", "backward", "step"))]
+          ("kill", "forward", "group"), ("memory", "backward", "shared"), ("stand", "forward", "shared"),
+          ("stand", "backward", "group"), ("catch", "forward", "shared"), ("rest", "backward", "shared")]
+_SOME_POINTS = {**dict.fromkeys(FAULTS, POINTS), **dict.fromkeys(CAUGHT, ("forward", "backward")),
+                **dict.fromkeys(MORE_FAULTS, ("forward", "backward", "step"))}
+_REST = [(fault, point, over) for fault, points in _SOME_POINTS.items() for point in points
+         for over in ("shared", "group") if (fault, point, over) not in _SUITE]
 _STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "stand": "is stopped (for ",
-          "raise": "raised ValueError: the data of this rank",
+          "raise": "raised ValueError: the data of this rank", "catch": "left pass", "rest": "left pass",
           "terminate": "died", "interrupt": "raised KeyboardInterrupt", "memory": "raised OutOfMemoryError: CUDA out"}
 
 
 def _lives(world: int, victim: int, folder: Path, over: str, harm: tuple[str, str]) -> list[int | None]:
-    """Run all ranks until the survivors have ended; the exit codes."""
+    """Run all ranks until the survivors have ended; the exit codes. Nothing that they started or opened is left."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shardwise", "pytest"])
     processes = [context.Process(target=run, args=((rank, world), folder, over, victim, harm)) for rank in range(world)]
@@ -38,14 +42,28 @@ def _lives(world: int, victim: int, folder: Path, over: str, harm: tuple[str, st
             process.start()
         for rank, process in enumerate(processes):
             if rank != victim:
-                process.join(200)
+                process.join(60)
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 process.join(60)
+    assert not _in_groups({process.pid for process in processes})
+    for rank in range(world):
+        ears = (folder / f"ears-{rank}").read_text().split()
+        assert ears and not set(ears) & listening(), "a port is left"
     return codes
+
+
+def _in_groups(groups: set[int | None]) -> list[Path]:
+    """The processes that belong to one of these groups of processes."""
+    found: list[Path] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) in groups:
+                found.append(process)
+    return found
 
 
 def _check(folder: Path, world: int, fault: str, point: str, over: str) -> None:

@@ -30,6 +30,7 @@ _SILENT = "gave no sign of life"
 #: parts of the limit: between two looks, for as long as a sign must last, and without a look that void all before
 _EVERY, _SURE, _AWAY = 1 / 16, 3 / 4, 1 / 2
 _BEAT = 1 / 8
+_AWAY_S = 1.5  #: looks of a thread that looks for all groups may be half a second apart
 
 
 def lost_after() -> float:
@@ -58,7 +59,7 @@ class Signs:
     def lost(self, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
         """Look at ``ranks``: those that will not come, and why, after most of ``limit_s``."""
         now = time.monotonic()
-        known = self._since if now - self._looked <= _AWAY * limit_s else {}
+        known = self._since if now - self._looked <= max(_AWAY * limit_s, _AWAY_S) else {}
         self._looked, self._since = now, {}
         for rank, state in (absent(ranks) | self._silent(ranks)).items():
             before = known.get(rank)
