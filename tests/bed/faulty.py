@@ -3,7 +3,8 @@
     python -m tests.bed.faulty <rank> <world> <folder> <transport> <victim> <fault> <point>
 
 Faults: ``kill``, ``stop`` (SIGSTOP), ``exit``, ``raise``, and such as scripts also meet: ``terminate`` (SIGTERM),
-``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception). With ``stand`` (SIGSTOP too) the process group has
+``interrupt`` (Ctrl-C), ``memory`` (an out-of-memory exception), ``oom`` (the kernel's own kill, in the control group
+whose folder is written in the file ``cgroup``). With ``stand`` (SIGSTOP too) the process group has
 torch's own time limit, of half an hour, and ranks look for each other (``SHARDWISE_LOST_AFTER``); so they do with
 ``catch`` and ``rest``, where the rank catches its exception, and goes on with the next batch, or waits in a barrier.
 Points: ``wrap``, ``forward``, ``backward``, ``step``, ``save``. A survivor writes how many seconds after the fault it
@@ -32,7 +33,7 @@ from shardwise.comm import mesh
 from shardwise.comm.choose import collectives_for
 from shardwise.errors import CheckpointError, CommunicationError
 
-__all__ = ["CAUGHT", "FAULTS", "LIMIT_S", "LOST_AFTER_S", "MORE_FAULTS", "POINTS", "listening", "run"]
+__all__ = ["CAUGHT", "FAULTS", "LIMIT_S", "LOST_AFTER_S", "MORE_FAULTS", "OOM_LIMIT", "POINTS", "listening", "run"]
 
 FAULTS = ("kill", "stop", "exit", "raise")
 MORE_FAULTS = ("terminate", "interrupt", "memory", "stand")
@@ -41,18 +42,22 @@ POINTS = ("wrap", "forward", "backward", "step", "save")
 LIMIT_S = 6
 #: where there is no such limit
 LOST_AFTER_S = 0.8
+OOM_LIMIT = 64 << 20
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "stand": signal.SIGSTOP,
             "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 _UNLIMITED = ("stand", *CAUGHT)
 
 
-def _harm(fault: str) -> None:
+def _harm(fault: str, folder: Path) -> None:
     if fault in ("raise", *CAUGHT):
         raise ValueError("the data of this rank are damaged")
     if fault == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if fault == "exit":
         os._exit(3)
+    if fault == "oom":
+        (Path((folder / "cgroup").read_text()) / "cgroup.procs").write_text(str(os.getpid()))
+        bytearray(256 << 20)
     os.kill(os.getpid(), _SIGNALS[fault])
 
 
@@ -129,7 +134,7 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
                 began[0] = time.monotonic()
                 (folder / f"ears-{rank}").write_text(" ".join(listening(os.getpid())))
                 if rank == victim:
-                    _harm(fault)
+                    _harm(fault, folder)
 
     try:
         _train(rank, folder, fault, at)

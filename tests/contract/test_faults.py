@@ -9,14 +9,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import shardwise
 from shardwise import checkpoint
-from tests.bed.faulty import CAUGHT, FAULTS, LIMIT_S, MORE_FAULTS, POINTS, listening, run
+from tests.bed import ranks
+from tests.bed.faulty import CAUGHT, FAULTS, LIMIT_S, MORE_FAULTS, OOM_LIMIT, POINTS, listening, run
 
 _GRACE_S = 9.0  # on a machine with more to do than cores
 _SUITE = [("kill", "wrap", "shared"), ("raise", "forward", "shared"), ("exit", "backward", "group"),
@@ -28,8 +33,9 @@ _SOME_POINTS = {**dict.fromkeys(FAULTS, POINTS), **dict.fromkeys(CAUGHT, ("forwa
 _REST = [(fault, point, over) for fault, points in _SOME_POINTS.items() for point in points
          for over in ("shared", "group") if (fault, point, over) not in _SUITE]
 _STATE = {"kill": "died", "exit": "died", "stop": "is stopped", "stand": "is stopped (for ",
-          "raise": "raised ValueError: the data of this rank", "catch": "left pass", "rest": "left pass",
-          "terminate": "died", "interrupt": "raised KeyboardInterrupt", "memory": "raised OutOfMemoryError: CUDA out"}
+          "oom": "died", "raise": "raised ValueError: the data of this rank",
+          "catch": "left pass", "rest": "left pass", "terminate": "died",
+          "interrupt": "raised KeyboardInterrupt", "memory": "raised OutOfMemoryError: CUDA out"}
 
 
 def _lives(world: int, victim: int, folder: Path, over: str, harm: tuple[str, str]) -> list[int | None]:
@@ -97,6 +103,60 @@ def test_A19_a_fault_ends_every_rank(tmp_path: Path, fault: str, point: str, ove
 @pytest.mark.parametrize(("fault", "point"), [("raise", "backward")])
 def test_A19_a_fault_ends_four_ranks(tmp_path: Path, fault: str, point: str) -> None:
     _check(tmp_path, 4, fault, point, "shared")
+
+
+@pytest.fixture
+def small_group(tmp_path: Path) -> Iterator[None]:
+    """A control group with little memory, whose folder is written in the file ``cgroup``."""
+    for top, sign, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.limit_in_bytes"),
+                             ("/sys/fs/cgroup", "cgroup.controllers", "memory.max")):
+        folder = Path(top) / f"shardwise-{os.getpid()}"
+        with suppress(OSError):
+            if not (Path(top) / sign).exists():
+                continue
+            folder.mkdir()
+            try:
+                (folder / limit).write_text(str(OOM_LIMIT))
+                (tmp_path / "cgroup").write_text(str(folder))
+                yield
+            finally:
+                folder.rmdir()
+            return
+    pytest.skip("no control groups for memory here")
+
+
+@pytest.mark.usefixtures("small_group")
+@pytest.mark.parametrize(("point", "over"), [("backward", "shared"), ("forward", "group")])
+def test_A19_the_kernel_kills_a_rank_that_is_out_of_memory(tmp_path: Path, point: str, over: str) -> None:
+    _check(tmp_path, 2, "oom", point, over)
+
+
+def _losses(model: torch.nn.Module, rank: int, at: Callable[[int], None]) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters()), list[float]()
+    for number in range(4):
+        loss = model(torch.full((2, 64), float(rank + number))).square().mean()
+        at(number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@ranks(2)
+def test_A19_a_rank_that_is_stopped_and_woken_in_time(rank: int, world: int) -> None:
+    """The others look at it, and go on waiting; the losses are those of a run that nothing disturbed."""
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return shardwise.fully_shard(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+
+    def pause(number: int) -> None:
+        if (number, rank) == (2, 1):
+            with subprocess.Popen(["sh", "-c", f"sleep 1.4; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    with patch.dict(os.environ, SHARDWISE_LOST_AFTER="6"):
+        assert _losses(model(), rank, pause) == _losses(model(), rank, lambda _: None)
 
 
 @pytest.mark.fuzz
