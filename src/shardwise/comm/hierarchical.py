@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CommunicationError, DivergenceError
-from .agreement import Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
+from ..errors import CommunicationError, DivergenceError, LeftPassError
+from .agreement import Call, Kind, gather_call, require_reducible, scatter_call, tensor_call
 from .arena import Arena
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
 from .exchanges import Messages, Steps
 from .failures import explained
 from .matched import MatchedCollectives
+from .passes import Standing
 from .rendezvous import SharedMemoryUnavailable
 from .shared_memory import SharedMemoryCollectives
 
@@ -133,15 +134,21 @@ class HierarchicalCollectives(Collectives):
         self._inside.close()
 
     def _agree(self, call: Call) -> None:
-        """Every rank sees all calls: those of its host, then those of the other hosts."""
         self._inside.describe_tag = self._across.describe_tag = self.describe_tag
-        mine = torch.tensor(call, dtype=torch.int64)
-        table = torch.empty(self.size * len(call), dtype=torch.int64)
-        host = torch.empty(self._width * len(call), dtype=torch.int64)
+        while not self._agreed(call):
+            continue
+
+    def _agreed(self, call: Call) -> bool:
+        """Every rank sees all calls: those of its host, then those of the other hosts."""
+        mine = torch.tensor((*call, *self.passes.standing), dtype=torch.int64)
+        table = torch.empty(self.size * len(mine), dtype=torch.int64)
+        host = torch.empty(self._width * len(mine), dtype=torch.int64)
         self._inside.all_gather(host, mine).wait()
         self._across.all_gather(table, host).wait()
-        require_agreement([Call(*row) for row in table.view(self.size, len(call)).tolist()],
-                          self.members, self.describe_tag)
+        rows = table.view(self.size, len(mine)).tolist()
+        return all(row == rows[0] for row in rows) or self.passes.agreed(
+            [Call(*row[: len(call)]) for row in rows], [Standing(*row[len(call) :]) for row in rows], self.rank,
+            self.members, self.describe_tag)
 
     def _gather(self, out: Tensor, shard: Tensor, tag: int) -> None:
         rows = out.view(self._hosts, -1)
@@ -197,7 +204,7 @@ class HierarchicalCollectives(Collectives):
         """Whoever fails in the middle leaves both its groups, so that nobody waits for it."""
         try:
             yield
-        except DivergenceError:
+        except (DivergenceError, LeftPassError):
             raise  # all ranks have it at the same place, and may go on
         except BaseException as error:
             self._inside.close()

@@ -19,7 +19,7 @@ from .agreement import Call, DescribeTag, require_agreement
 from .last_words import read, tell
 from .underway import Waiting
 
-__all__ = ["Note", "Passes", "Standing", "notice_leavers"]
+__all__ = ["Note", "Passes", "Standing", "left_pass", "notice_leavers"]
 
 
 class Note(NamedTuple):
@@ -55,13 +55,20 @@ class Passes:
         self.members = tuple(members)
         self.count = self.left = 0  #: as in ``Standing``
         self.inside = False  #: does one run?
+        self.departures, self.farewell = 0, ""  #: how often this rank left one, and what it said of it last
         self._number = self._made.get(self.members, 0)
         if self.members:
             self._made[self.members] = self._number + 1
             self.every.add(self)
 
+    @property
+    def standing(self) -> Standing:
+        """What this rank tells in a collective."""
+        return Standing(self.count if self.inside else -self.count, self.left)
+
     def leave(self, note: Note, *, news: bool) -> None:
         """An exception ended the pass. ``news``: it is this rank's own; what others told first is not told twice."""
+        self.departures, self.farewell = self.departures + 1, note.text(self.count)
         if self.left < self.count:
             self.left = self.count
             if news or not self.notes(self.count):
@@ -124,11 +131,16 @@ def notice_leavers(wait: Waiting) -> None:
                             alive=wait.passes is passes)
 
 
-def _left(notes: Sequence[Note], count: int, call: Call, members: Sequence[int],
-          describe: DescribeTag | None, *, alive: bool = True) -> PeerError:
-    who, ranks = " and ".join(note.text(count) for note in notes), ", ".join(map(str, members))
-    text = f"{who}, so there is no {call.subject(describe)} in the group of ranks {ranks}"
+def left_pass(who: str, what: str, members: Sequence[int], *, alive: bool = True) -> PeerError:
+    """``who`` left a pass, so there is no ``what``, which others run. ``alive``: they may go on over this transport."""
+    text = f"{who}, so there is no {what} in the group of ranks {', '.join(map(str, members))}"
     if not alive:
         return PeerError(text, remedy="Over this transport ranks cannot go on after that: start the job again.")
     return LeftPassError(text, remedy="All ranks live. The gradients of this pass are void; whoever catches this error "
                                       "and calls zero_grad() may go on with the next batch, with all others.")
+
+
+def _left(notes: Sequence[Note], count: int, call: Call, members: Sequence[int],
+          describe: DescribeTag | None, *, alive: bool = True) -> PeerError:
+    who = " and ".join(note.text(count) for note in notes)
+    return left_pass(who, call.subject(describe), members, alive=alive)

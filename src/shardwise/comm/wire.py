@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..errors import CommunicationError, DivergenceError
+from ..errors import CommunicationError, DivergenceError, LeftPassError
 from ..torch_private import group_timeout
 from . import vigil
 from .agreement import Call
@@ -32,7 +32,7 @@ from .exchanges import Messages, Steps
 from .failures import explained
 from .last_words import introduce
 from .logbook import Logbook, own_store
-from .passes import Passes, Standing
+from .passes import Passes, Standing, left_pass
 from .underway import Waiting
 from .watch import watch
 
@@ -56,6 +56,7 @@ class _Line:
         self.passes = Passes()  #: of the transport that waits
         self.verdict: CommunicationError | None = None  #: why it was cut
         self.passed: Call | None = None  #: the last that was waited for
+        self.departures = 0  #: how many passes this rank had left when it came here
         self.seen = 0  #: the last call when it was last looked at
 
     def cut(self) -> None:
@@ -91,7 +92,10 @@ class Wire:
 
     def start(self, owner: Collectives, call: Call, steps: Callable[[Messages], Steps]) -> Exchange:
         """Begin ``call``, whose messages are made by ``steps``."""
-        line = self._line or self._open(owner, call)
+        line = self._line
+        if line is not None and line.departures != owner.passes.departures:
+            line = self._part(line, owner.passes)
+        line = line or self._open(owner, call)
         number = line.book.note(call)
         exchange = Exchange(self, owner, line, number, call)
         line.underway[number] = exchange
@@ -102,6 +106,12 @@ class Wire:
         if len(line.underway) > _UNDERWAY:
             next(iter(line.underway.values())).wait()
         return exchange
+
+    def _part(self, line: _Line, passes: Passes) -> None:
+        """This rank has left a pass in which others may be: they are told, and meet it over new connections."""
+        line.verdict = line.book.settle(left_pass(passes.farewell, "collective of it", self.members))
+        line.cut()
+        self._line, self._generation = None, self._generation + 1
 
     def end(self, line: _Line, error: RuntimeError, owner: Collectives, call: Call) -> CommunicationError:
         """Cut ``line`` after ``error``; what to raise, the same on every rank that waited with this one."""
@@ -114,7 +124,7 @@ class Wire:
             line.cut()
         if self._line is line:
             self._line, self._generation = None, self._generation + 1
-            if not isinstance(verdict, DivergenceError):  # after which all ranks may go on
+            if not isinstance(verdict, (DivergenceError, LeftPassError)):  # after which all ranks may go on
                 self._broken = verdict
         return verdict
 
@@ -158,6 +168,7 @@ class Wire:
             self._line = self._connected(group, owner.passes)
         except RuntimeError as error:
             raise explained(error, call, owner) from error
+        self._line.departures = owner.passes.departures
         if not self._generation:
             watch(self)
         return self._line
@@ -213,7 +224,7 @@ class Exchange(Handle):
         line, owner = self._line, self._owner
         before, line.waiting = line.waiting, Waiting(
             self._call, owner.describe_tag, owner.members, after=line.passed)
-        line.passes = owner.passes
+        line.passes = line.waiting.passes = owner.passes
         try:
             with line.waiting:
                 for work in self._works:
