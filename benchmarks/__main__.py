@@ -1,4 +1,4 @@
-"""``python -m benchmarks [calls|checkpoint|checks|compare|host-time|scale|step] ...``; without one, the short ones."""
+"""``python -m benchmarks [NAME] ...``: the benchmark of that name (below); without one, the short ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ _RUNS = {
     "checks": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "-m", "benchmarks.checks"],
     "compare": [sys.executable, "-m", "benchmarks.compare"],
+    "gloo": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "-m", "benchmarks.gloo"],
     "host-time": [sys.executable, "-m", "benchmarks.host_time"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "step": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "-m", "benchmarks.step"],
 }
-_LONG = {"checkpoint", "checks", "compare", "scale"}  # minutes
+_LONG = {"checkpoint", "checks", "compare", "gloo", "scale"}  # minutes
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """What the checks of an undisturbed run cost: one model, trained with them and without, step by step in turn.
 
-Start it with torchrun. The checks: every collective carries what it is for, all ranks compare, and a wait is
-noted for reports and looks for dead peers. Over gloo alone the comparison is a small gather of its own before
-each collective, which is not held to the mark. ``--calls`` counts Python and C calls of one step, too.
+Start it with torchrun. The checks: in shared memory every collective carries what it is for, and all ranks compare;
+over gloo its messages are marked with it, and the call is put down in a logbook, which a thread looks at. A wait is
+noted for reports and looks for dead peers. ``--calls`` counts Python and C calls of one step, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -26,35 +26,51 @@ from shardwise.bench.meter import count_calls
 from shardwise.comm import gate, mesh
 from shardwise.comm.agreement import Call
 from shardwise.comm.choose import close_all, collectives_for
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.exchanges import Messages, Steps
 from shardwise.comm.gate import Gate, Sources
-from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.watch import Watch
+from shardwise.comm.wire import Exchange, Post, Wire
 
 MARK = 1.01
 
 
 def _bare_meet(self: Gate, call: Call, sources: Sources = gate.NOTHING) -> list[Sources]:
     """Only what sharing memory needs: where the data lie."""
-    place = gate._CALLS + gate._STRIDE * ((self._count + 1) % 2)
+    place = gate._CALLS + gate._STRIDE * ((self._count + 1) % gate._PLACES)
     for word, value in enumerate(sources, place):
         self._own[word] = value
     self.cross(call)
     return [Sources(*block[place : place + 2].tolist()) for block in self._blocks]
 
 
-def _bare_wait(self: Gate, call: Call) -> None:
+def _bare_wait(self: Gate, call: Call, _: object) -> None:
     while self._missing():
         self._listen(60.0)
 
 
-def _bare_agreed(self: ProcessGroupCollectives, call: Call, tensor: torch.Tensor) -> bool:
-    return not self._is_gloo(tensor) or tensor.numel() > 0
+def _bare_start(self: Wire, owner: Collectives, call: Call, steps: Callable[[Messages], Steps]) -> Exchange:
+    """Messages with the number of their collective, as gloo has it."""
+    line = self._line
+    assert line is not None
+    line.book.number = number = line.book.number + 1
+    line.underway[number] = exchange = Exchange(self, owner, line, number, call)
+    exchange.begin(steps(Post(self, line.channel, number)))
+    return exchange
+
+
+def _bare_exchange_wait(self: Exchange) -> None:
+    steps, self._steps = self._steps, None
+    for work in (*self._works, *(steps or ())):
+        work.wait()
+    self._line.underway.pop(self._number, None)
 
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
     with ExitStack() as stack:
-        for owner, name, bare in ((Gate, "meet", _bare_meet), (Gate, "_wait", _bare_wait),
-                                  (ProcessGroupCollectives, "_agreed", _bare_agreed)):
+        for owner, name, bare in ((Gate, "meet", _bare_meet), (Gate, "_wait", _bare_wait), (Watch, "things", []),
+                                  (Wire, "start", _bare_start), (Exchange, "wait", _bare_exchange_wait)):
             stack.enter_context(patch.object(owner, name, bare))
         yield
 
@@ -131,7 +147,7 @@ def main() -> int:
                   flush=True)
     close_all()
     dist.destroy_process_group()
-    return 0 if ratios["shared memory"] <= MARK else 1
+    return 0 if max(ratios.values()) <= MARK else 1
 
 
 if __name__ == "__main__":

@@ -59,31 +59,34 @@ def reduce_scatter(post: Messages, out: Tensor, full: Tensor, combine: Combine) 
 
 
 def all_reduce(post: Messages, tensor: Tensor, combine: Combine) -> Steps:
-    """``tensor`` of every rank, combined in place in rank order."""
+    """``tensor`` of every rank, combined in place in rank order; a small one is not changed until all have come."""
     flat = tensor.view(-1)
-    if post.size == 2 or post.size * tensor.nbytes <= _SMALL:
+    if post.size * tensor.nbytes <= _SMALL:
         return _all_reduce_whole(post, flat, combine)
     return _all_reduce_ranges(post, flat, combine)
 
 
 def _all_reduce_whole(post: Messages, flat: Tensor, combine: Combine) -> Steps:
-    mine = flat.clone()  # the sum may be written before everyone has read
-    arriving, parts = _contributions(post, mine)
-    sent = [post.send(mine, place) for place in post.others]
-    yield from _combined(flat, parts, arriving, combine)
+    arriving, parts = _contributions(post, flat)
+    sent = [post.send(flat, place) for place in post.others]
+    total = parts[1 if post.rank == 0 else 0]  # one that arrived: the own is being read
+    yield from _combined(total, parts, arriving, combine)
     yield from sent
+    flat.copy_(total)
 
 
 def _all_reduce_ranges(post: Messages, flat: Tensor, combine: Combine) -> Steps:
     """Each rank combines one range for all. Its total arrives where the contribution to it has left."""
     ranges = _ranges(flat, post.size)
-    arriving, parts = _contributions(post, ranges[post.rank])
+    mine = ranges[post.rank]  # nobody reads it
+    arriving, parts = _contributions(post, mine)
     totals = [post.receive(ranges[place], place, 1) for place in post.others]
     sent = [post.send(ranges[place], place) for place in post.others]
-    total = torch.empty_like(ranges[post.rank])
+    total = parts[0]
     yield from _combined(total, parts, arriving, combine)
-    ranges[post.rank].copy_(total)
     sent += [post.send(total, place, 1) for place in post.others]
+    if total is not mine:
+        mine.copy_(total)
     yield from totals
     yield from sent
 
