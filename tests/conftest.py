@@ -32,3 +32,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Pass over the tests for an accelerator where there is none."""
     if item.get_closest_marker("device") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
+
+
+@pytest.fixture
+def sequences(request: pytest.FixtureRequest) -> int:
+    """How many random sequences of actions a test runs: none but under ``make fuzz``."""
+    if request.config.getoption("--hypothesis-profile") != "fuzz":
+        pytest.skip("for make fuzz")
+    return 500

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "NO_HOOKS", "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype",
+    "AgreeingGradScaler", "NO_HOOKS", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype",
     "bare_tensor", "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
     "forget_foreach_supported", "gradient_dtype", "gradient_hooks", "group_timeout", "has_levels", "hook_gradient",
-    "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count",
-    "made_after", "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function",
-    "outside_transforms", "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter",
-    "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_wants_whole",
+    "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "levels_of", "load_hook_count", "made_after",
+    "mark_foreach_supported", "never_traced", "no_gradients", "no_torch_function", "outside_transforms",
+    "passed_through", "queue_after_backward", "quick_gather", "quick_reduce_scatter", "run_gradient_hooks",
+    "run_post_accumulate_hooks", "scaler_check", "swap_storage", "torch_spreads", "torch_wants_whole",
     "transform_under_way", "under_way", "without_torch_function",
 ]
 
@@ -279,17 +279,29 @@ def torch_wants_whole() -> Wish | None:
     """Of which model ``torch.distributed.checkpoint.state_dict`` makes a full state dict on this thread now, and
     does only rank 0 keep it? It has no place to say so: it calls ``state_dict()`` and gathers ``DTensor``s alone.
     """
+    found = _in_helper("_get_model_state_dict", "_get_optim_state_dict")
+    return (found["model"], found["info"].cpu_offload) if found and found["info"].full_state_dict else None
+
+
+def torch_spreads() -> bool:
+    """Does ``torch.distributed.checkpoint.state_dict`` load into a model what only rank 0 has?"""
+    found = _in_helper("_load_model_state_dict")
+    return found is not None and found["info"].broadcast_from_rank0
+
+
+def _in_helper(*names: str) -> dict[str, Any] | None:
+    """The variables of one of torch's checkpoint helpers that is under way."""
     helpers = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    makers = [getattr(helpers, f"_get_{what}_state_dict", None) for what in ("model", "optim")]
-    codes = [inspect.unwrap(maker).__code__ for maker in makers if maker is not None]
+    codes = [inspect.unwrap(getattr(helpers, name)).__code__ for name in names if getattr(helpers, name, None)]
     frame = _frame_of(*codes) if codes else None
-    if frame is None or not frame.f_locals["info"].full_state_dict:
-        return None
-    return frame.f_locals["model"], frame.f_locals["info"].cpu_offload
+    return None if frame is None else frame.f_locals
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
     """``GradScaler`` with a say in which infinities were found (no public way); it takes fp16 gradients too."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of ``optimizer`` are about to be looked at."""
 
     def agree(self, found: dict[torch.device, Tensor], device: torch.device) -> None:
         """Change ``found``: for each device of gradients a number that is positive after an infinity."""
@@ -297,6 +309,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        self.begin(optimizer)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         self.agree(found, inv_scale.device)
         return found

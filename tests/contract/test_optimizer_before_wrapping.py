@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import FullyShardedDataParallel
+from shardwise import FullyShardedDataParallel, ShardedGradScaler
 from shardwise.checkpoint import StateDictOptions, get_optimizer_state_dict
 from tests.bed import ranks
 from tests.bed.fronts import full_parameters, shard, unsynced
@@ -198,3 +199,22 @@ def test_U66_optimizer_in_backward_made_before_wrapping(rank: int, world: int) -
         loss(sharded, points(rank, step)).backward()
     names = [name for name, _ in plain.named_parameters()]
     assert_same_parameters(full_parameters(sharded, names), plain.named_parameters())
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", MAKE)
+def test_U62_a_scaler_at_the_first_step(rank: int, world: int, make: str) -> None:
+    """The gradients that the optimizer sees only now are unscaled, and an infinity skips the step."""
+    runs, scaler = Runs(MAKE[make], rank, world), ShardedGradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        runs.backward(step)
+        runs.model.zero_grad()
+        scaler.scale(loss(runs.model, points(rank, step))).backward()
+        scaler.step(runs.optimizers[1])
+        scaler.update()
+        runs.optimizers[0].step()
+        runs.check()
+        runs.zero()
+    scaler.scale(loss(runs.model, points(rank, 7)) * (math.inf if rank else 1.0)).backward()
+    scaler.step(runs.optimizers[1])
+    runs.check()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,22 @@ def _fail(_: Tensor) -> Tensor:
 class Pair:
     """The sharded model and its oracle; each method is one thing that users do, done to both."""
 
-    def __init__(self, front: str, rank: int, world: int, folder: Path) -> None:
-        self.front, self.rank, self.world, self.folder = front, rank, world, folder
-        self.plain: Any = Net()
-        net: Any = Net()
+    net: type[nn.Module] = Net
+    rtol = 1e-4
+    inward = ("inward",)  #: the modules that have its weight
+
+    def __init__(self, front: str, place: tuple[int, int], folder: Path, dice: random.Random) -> None:
+        self.front, (self.rank, self.world), self.folder = front, place, folder
+        self.plain: Any = self.net()
+        net = self.net()
         self.names = [name for name, _ in net.named_parameters()]
-        self.model: Any = shard(net, front, [*net.blocks], "FULL_SHARD")
+        self.model: Any = self.make(net, dice)
         self.step = 0
         self._optimizers()
+
+    def make(self, net: Any, dice: random.Random) -> Any:
+        """The sharded model."""
+        return shard(net, self.front, [*net.blocks], "FULL_SHARD")
 
     def _optimizers(self) -> None:
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
@@ -98,7 +106,7 @@ class Pair:
         if self.front == "flat":
             ours = {n: g for n, g in ours.items() if theirs[n] is not None or (g is not None and g.any())}
             theirs = {n: g for n, g in theirs.items() if g is not None}
-        assert_same_tensors(ours, theirs, "gradient", rtol=1e-4, atol=1e-5)
+        assert_same_tensors(ours, theirs, "gradient", rtol=self.rtol, atol=1e-5)
 
     def zero_grad(self, dice: random.Random) -> None:
         """Forget what was added up."""
@@ -109,7 +117,7 @@ class Pair:
         """A forward without gradients."""
         with torch.no_grad():
             ours, theirs = (model(self._data(self.rank)) for model in (self.model, self.plain))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=self.rtol, atol=1e-5)
 
     def left_over(self, dice: random.Random) -> None:
         """A forward whose backward never comes."""
@@ -149,7 +157,9 @@ class Pair:
         anew = dice.random() < 0.5
         for model in (self.model, self.plain):
             if anew:
-                model.inward.weight = nn.Parameter(value.clone())
+                found = nn.Parameter(value.clone())
+                for name in self.inward:
+                    model.get_submodule(name).weight = found
             else:
                 model.inward.weight.data = value.clone()
         self.evaluate(dice)  # taken over
@@ -170,11 +180,29 @@ class Pair:
         checkpoint.load(path, self.model, self.optimizers[1])
 
     def check(self, what: str) -> None:
-        """The same parameters; nothing gathered, nothing unsent."""
+        """The same parameters; nothing in use."""
         assert_same_tensors(full_parameters(self.model, self.names), dict(self.plain.named_parameters()),
-                            f"parameter after {what}", rtol=1e-4, atol=1e-5)
+                            f"parameter after {what}", rtol=self.rtol, atol=1e-5)
         for name, unit in units(self.model).items():
             assert unit.uses == 0 and not unit.face.in_use, f"{name} after {what}"
+
+
+    @classmethod
+    def run(cls, front: str, seed: int, place: tuple[int, int], folder: Path, length: int,
+            actions: Sequence[Callable[[Any, random.Random], None]]) -> None:
+        """One sequence; its seed and its actions are in the error."""
+        dice, done = random.Random(seed), []
+        pair = cls(front, place, folder, dice)
+        try:
+            for _ in range(length):
+                action = dice.choice(actions)
+                done.append(action.__name__)
+                action(pair, dice)
+            pair.train(dice)
+            pair.check("the end")
+        except BaseException as error:
+            error.add_note(f"front {front!r}, seed {seed}: {', '.join(done)}")
+            raise
 
 
 def _at(model: Any, name: str) -> Tensor:
@@ -188,25 +216,9 @@ ACTIONS: list[Callable[[Pair, random.Random], None]] = [
 ]
 
 
-def _run(front: str, seed: int, place: tuple[int, int], folder: Path, length: int = SHORT) -> None:
-    """One sequence; its seed and its actions are in the error."""
-    dice, done = random.Random(seed), []
-    pair = Pair(front, *place, folder)
-    try:
-        for _ in range(length):
-            action = dice.choice(ACTIONS)
-            done.append(action.__name__)
-            action(pair, dice)
-        pair.train(dice)
-        pair.check("the end")
-    except BaseException as error:
-        error.add_note(f"front {front!r}, seed {seed}: {', '.join(done)}")
-        raise
-
-
 def _run_all(front: str, seeds: range, place: tuple[int, int], folder: Path, length: int = SHORT) -> None:
     for seed in seeds:
-        _run(front, seed, place, folder, length)
+        Pair.run(front, seed, place, folder, length, ACTIONS)
     dist.barrier()
 
 
@@ -221,14 +233,6 @@ def test_C22_sequences(front: str, block: int, rank: int, world: int, tmp_path: 
 @pytest.mark.parametrize("front", FRONTS)
 def test_C22_sequences_on_three_ranks(front: str, rank: int, world: int, tmp_path: Path) -> None:
     _run_all(front, range(1000, 1020), (rank, world), tmp_path)
-
-
-@pytest.fixture
-def sequences(request: pytest.FixtureRequest) -> int:
-    """How many: none but under ``make fuzz``."""
-    if request.config.getoption("--hypothesis-profile") != "fuzz":
-        pytest.skip("for make fuzz")
-    return 500
 
 
 @pytest.mark.fuzz

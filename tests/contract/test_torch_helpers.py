@@ -266,10 +266,9 @@ def test_U68_torchs_full_state_dict_is_whole(front: str, rank: int, tmp_path: Pa
     again = odd(front, seed=2, blank=True)
     fresh = adamw(again)
     spread = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    if front != "flat":  # torch's helper knows the names of flat parameters alone
-        theirs.set_model_state_dict(again, weights, options=spread)
-        found = {name: value for name, value in values(again).items() if "running_" not in name}
-        assert_same_tensors(found, {name: expected[name] for name in found}, bitwise=True)
+    theirs.set_model_state_dict(again, weights, options=spread)
+    found = {name: value for name, value in values(again).items() if "running_" not in name}
+    assert_same_tensors(found, {name: expected[name] for name in found}, bitwise=True)
     theirs.set_optimizer_state_dict(again, fresh, state, options=spread)
     _assert_same_states(_whole_state(again, fresh), _whole_state(model, optimizer))
 

@@ -27,7 +27,8 @@ from ..errors import CheckpointError
 from ..plan.state_options import FullStateDictConfig, StateDictSettings, StateDictType, settings_for
 from ..storage.faces import Showing
 from ..storage.flat_storage import FlatStorage
-from ..torch_private import Wish, is_persistent_buffer, torch_wants_whole
+from ..torch_private import Wish, is_persistent_buffer, torch_spreads, torch_wants_whole
+from .from_rank_zero import spread_model_state
 from .matching import check_values, share_tied
 from .rows import record_of, rows_from, rows_now, write_rows
 from .wholes import wholes_for
@@ -171,11 +172,20 @@ class UnitState:
                                   remedy="Load outside of forward and backward.")
         for one in (unit, *unit.needs):
             one.take_over_edits(adopt=False)
+        if torch_spreads():
+            self._spread(root, state, prefix)
         share_tied(root, state, prefix)
         check_values(root, state, prefix, local=self._local)
         for storage in unit.storages:
             if storage.hidden and root is unit.modules[0]:  # that is where it is registered
                 state[prefix + storage.visible[0].fqn] = storage.visible[0].parameter
+
+    def _spread(self, root: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """What torch did not spread: it looks for the parameters that are registered, and those are flat."""
+        names = {s.slot.fqn for s in self.unit.face.showings if s.storage.hidden}
+        if names:
+            mine = {key: state[prefix + key] for key in sorted(names) if prefix + key in state}
+            state.update({prefix + key: value for key, value in spread_model_state(root, mine).items()})
 
     @property
     def _local(self) -> bool:

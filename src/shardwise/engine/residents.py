@@ -10,6 +10,7 @@ from ..plan.lifecycle import Residency
 from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
+from .values import count_changes
 
 __all__ = ["Residents"]
 
@@ -50,6 +51,11 @@ class Residents:
                 self.give_up()
             self._ahead = unit
         self.gather(unit)
+
+    @staticmethod
+    def still_asked(unit: Unit) -> bool:
+        """Did the user gather ``unit``, and change nothing since?"""
+        return unit.asked and unit.untouched() and unit.values == count_changes(unit.storages)
 
     def arrived(self, unit: Unit) -> None:
         """``unit`` is in use now. If another one was expected, that one goes."""

@@ -116,7 +116,7 @@ class Session:
             unit.before, unit.outstanding_before = None, unit.outstanding
             unit.turns.begin()
             unit.gather.forget()
-            if unit.settings.reshard_after_backward and not unit.asked:
+            if unit.settings.reshard_after_backward and not self.residents.still_asked(unit):
                 unit.reshard()
         self.residents.follow_user()
         for unit in kept:  # a graph of gradients still reads it

@@ -119,7 +119,7 @@ class Unit:
 
         ``adopt`` parameters that were added, too. True if values were copied.
         """
-        if self.face.in_use or self.residency is not _SHARDED or self._untouched():
+        if self.face.in_use or self.residency is not _SHARDED or self.untouched():
             return False
         edited = False
         self.follow_off_meta()
@@ -146,7 +146,7 @@ class Unit:
             self.lanes.compute.note("edit", writes=[storage.shard for storage in self.storages])
         return edited
 
-    def _untouched(self) -> bool:
+    def untouched(self) -> bool:
         """Is everything as the engine left it? The quick answer to what ``take_over_edits`` looks for."""
         with without_torch_function():
             for storage in self.storages:

@@ -12,6 +12,7 @@ from ..comm.choose import collectives_for
 from ..comm.collectives import Reduction
 from ..comm.mesh import default_group
 from ..engine.traverse import map_tensors
+from ..storage.optimizer_watch import adopt
 from ..torch_private import AgreeingGradScaler
 
 __all__ = ["ShardedGradScaler"]
@@ -47,6 +48,10 @@ class ShardedGradScaler(AgreeingGradScaler):
         if isinstance(outputs, Tensor) or not self.is_enabled():
             return super().scale(outputs)
         return map_tensors(outputs, super().scale)
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """One that was made before its parameters became part of flat ones gets to see their gradients."""
+        adopt(optimizer)
 
     def agree(self, found: dict[torch.device, Tensor], device: torch.device) -> None:
         """An infinity on one rank is one on all. One small collective, whatever gradients there are."""
