@@ -60,7 +60,7 @@ class Pair:
     """The sharded model and its oracle; each method is one thing that users do, done to both."""
 
     net: type[nn.Module] = Net
-    rtol = 1e-4
+    rtol, dtype = 1e-4, torch.float32
     inward = ("inward",)  #: the modules that have its weight
 
     def __init__(self, front: str, place: tuple[int, int], folder: Path, dice: random.Random) -> None:
@@ -81,7 +81,7 @@ class Pair:
                            for model in (self.plain, self.model)]
 
     def _data(self, rank: int) -> Tensor:
-        return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * self.step + rank))
+        return torch.randn(3, 5, dtype=self.dtype, generator=torch.Generator().manual_seed(100 * self.step + rank))
 
     def train(self, dice: random.Random) -> None:
         """Forwards, one backward, step; or unsent first."""
@@ -153,7 +153,7 @@ class Pair:
         """New values under ``.data``, or a new parameter object."""
         if self.front == "flat":
             return
-        value = torch.randn(12, 5, generator=torch.Generator().manual_seed(dice.randrange(99)))
+        value = torch.randn(12, 5, dtype=self.dtype, generator=torch.Generator().manual_seed(dice.randrange(99)))
         anew = dice.random() < 0.5
         for model in (self.model, self.plain):
             if anew:

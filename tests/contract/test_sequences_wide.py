@@ -31,6 +31,7 @@ class WideNet(Net):
         self.again = nn.Linear(5, 12)
         self.again.weight = self.inward.weight
         self.register_buffer("gain", torch.tensor(1.0))
+        self.double()  # differences are faults, not rounding
 
     def forward(self, x: Tensor, used: int = 2, fail: str = "", recompute: str = "") -> Tensor:
         x = self.inward(x) + self.again(x).tanh()
@@ -51,7 +52,7 @@ class WidePair(Pair):
     """More of what users do. ``both(run)`` is one backward of ``run(model, inputs)`` on each side."""
 
     net = WideNet
-    rtol = 1e-3  # second derivatives
+    dtype = torch.float64
     inward = ("inward", "again")
 
     def make(self, net: nn.Module, dice: random.Random) -> Any:
@@ -157,7 +158,7 @@ class WidePair(Pair):
         value, anew = 0.5 + dice.random(), dice.random() < 0.5
         for model in (self.model, self.plain):
             if anew:
-                model.gain = torch.tensor(value)
+                model.gain = torch.tensor(value, dtype=self.dtype)
             else:
                 model.gain.fill_(value)
 
