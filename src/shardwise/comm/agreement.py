@@ -104,7 +104,7 @@ def scatter_call(out: Tensor, full: Tensor, size: int, tag: int) -> Call:
 
 def require_fit(what: str, full: Tensor, part: Tensor, size: int) -> None:
     """Raise ``CommunicationError`` unless ``full`` is ``size`` times ``part``, both in one piece."""
-    if full.dtype != part.dtype:
+    if full.dtype is not part.dtype:
         raise CommunicationError(f"{what} needs one dtype", expected=full.dtype, got=part.dtype)
     if full.numel() != part.numel() * size:
         raise CommunicationError(

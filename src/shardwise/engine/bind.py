@@ -38,21 +38,25 @@ def bind(collector: Collector, reduced: Reduced,
 
     To be called without grad mode.
     """
-    bindings = collector.bindings
-    if wanted is not None:
-        bindings = [binding for binding in bindings if wanted(binding.numbers)]
-    sources = _sources(reduced.chunk, collector)
     peculiar: list[tuple[Binding, Tensor]] = []  # more is to be done than to give the parameter its gradient
+    sources = _sources(reduced.chunk, collector)
     with without_torch_function():
-        for binding in bindings:
-            parameter = binding.seen.parameter
-            gradient = sources[binding.storage].as_strided(binding.size, binding.stride, binding.offset)
-            gradient.__class__ = binding.kind
-            if (held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter)
-                    or gradient_hooks(parameter) != NO_HOOKS or binding.storage.hidden):
-                peculiar.append((binding, gradient))
-            else:
-                hold_gradient(parameter, gradient)
+        for cut in collector.cuts:
+            pieces = cut.pieces(sources[cut.storage])
+            for number, binding, size, stride in cut.rows:
+                if wanted is not None and not wanted(binding.numbers):
+                    continue
+                gradient = pieces[number]
+                if size is not None:
+                    gradient = (gradient.view(size) if stride is None else
+                                gradient.as_strided(size, stride, gradient.storage_offset()))
+                gradient.__class__ = binding.kind
+                parameter = binding.seen.parameter
+                if (held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter)
+                        or gradient_hooks(parameter) != NO_HOOKS or binding.storage.hidden):
+                    peculiar.append((binding, gradient))
+                else:
+                    hold_gradient(parameter, gradient)
     if peculiar:
         _bind_with_care(peculiar)
 

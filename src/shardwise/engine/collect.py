@@ -24,7 +24,7 @@ from ..plan.reduction import ReductionPlan, plan_reduction
 from ..storage.flat_buffer import FlatBuffer, TransportPool
 from ..storage.flat_storage import FlatStorage
 from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradients
-from .targets import Binding, Target
+from .targets import Binding, Cut, Target
 
 __all__ = ["Collector"]
 
@@ -80,7 +80,9 @@ class Collector:
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
         self._split = any(len(target.pieces) != 1 for target in self.targets)
         self._listen()
-        self.bindings = list(self._bindings())
+        bindings = list(self._bindings())
+        self.cuts = [Cut(storage, [b for b in bindings if b.storage is storage], self.plan.chunk_numel)
+                     for storage in self.live if self.plan is not None]
 
     def follow_leaves(self) -> None:
         """Listen to the leaves that the storages have now, in their precision; what is unsent stays."""

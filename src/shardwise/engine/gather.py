@@ -63,11 +63,12 @@ class Gather:
     def start(self, tag: int) -> None:
         """Allocate and begin. The caller has ordered the gather lane behind what was freed."""
         moving: list[FlatStorage] = []
-        self._held = held = list[FlatBuffer]()
+        held: list[FlatBuffer] = []
         for storage in self._all:
             if storage.buffer is not None:
                 moving.append(storage)
                 held.append(storage.buffer)
+        self._held = held
         if not moving:
             return
         if moving[0].widened and moving[0].world_size > 1:
@@ -99,8 +100,7 @@ class Gather:
         shard, full = storage.shard, storage.full
         if not storage.comm.in_place and shard.dtype is full.dtype and shard.device == full.device:
             return shard
-        storage.own_slot.copy_(shard, non_blocking=True)
-        return storage.own_slot
+        return storage.own_slot.copy_(shard, True)  # not blocking
 
     def _start_staged(self, moving: Sequence[FlatStorage], tag: int) -> Handle:
         world, sizes = self.comm.size, [s.own_slot.numel() * s.own_slot.element_size() for s in moving]
@@ -137,9 +137,8 @@ class Gather:
 
     def _complete(self) -> None:
         """Wait for the collective and spread staged bytes."""
-        if self._handle is not DONE:
-            handle, self._handle = self._handle, DONE
-            handle.wait()
+        handle, self._handle = self._handle, DONE
+        handle.wait()
         staging = self._staging
         if staging is not None and staging.allocated:
             moving = self._moving
@@ -153,7 +152,8 @@ class Gather:
     def finish(self) -> None:
         """Make the gathered parameters visible to the compute lane."""
         if self.lanes.immediate:
-            self._complete()
+            if self._handle is not DONE or self._staging is not None:
+                self._complete()
         else:
             self.lanes.compute.wait(self._ready)
 

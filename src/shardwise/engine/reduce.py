@@ -129,7 +129,7 @@ class Reducer:
             if shard.size == 1:
                 chunk, handle = full.clone(), DONE
             else:
-                chunk = torch.empty(full.numel() // shard.size, dtype=full.dtype, device=full.device)
+                chunk = full.new_empty(full.numel() // shard.size)
                 handle = self._reduce_scatter(chunk, full, tag)
             if not lanes.immediate:
                 lanes.reduce.note("reduce", reads=[full], writes=[chunk])

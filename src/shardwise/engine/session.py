@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from ..comm.lanes import Lanes
-from ..plan.lifecycle import LEGAL_MOVES, Pass, refuse_move
+from ..plan.lifecycle import LEGAL_MOVES, Pass, Residency, refuse_move
 from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
 from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward, transform_under_way
@@ -28,6 +28,7 @@ from .values import refuse_other_values, refuse_precision, refuse_tracing
 __all__ = ["Session"]
 
 _REST, _FORWARD, _BACKWARD = Pass  # reading a member of an enumeration takes longer
+_SHARDED = Residency.SHARDED
 
 
 class Session:
@@ -116,7 +117,8 @@ class Session:
             unit.before, unit.outstanding_before = None, unit.outstanding
             unit.turns.begin()
             unit.gather.forget()
-            if unit.settings.reshard_after_backward and not self.residents.still_asked(unit):
+            idle = unit.residency is not _SHARDED and not self.residents.still_asked(unit)
+            if idle and unit.settings.reshard_after_backward:
                 unit.reshard()
         self.residents.follow_user()
         for unit in kept:  # a graph of gradients still reads it
@@ -159,7 +161,7 @@ class Session:
         self._move(_REST)
         self.residents.give_up()
         for unit in self.units:
-            idle = unit.uses == 0 and not unit.asked  # gathered ahead and never used
+            idle = unit.residency is not _SHARDED and unit.uses == 0 and not unit.asked  # gathered ahead and never used
             if idle and unit.settings.reshard_after_forward and unit is not self.root:
                 self.residents.release(unit)
         if not torch.is_grad_enabled():
@@ -257,7 +259,8 @@ class Session:
         self._end_reductions()
         self.residents.give_up()
         for unit in self.units:
-            if not keep and unit.settings.reshard_after_backward and unit.uses == 0:
+            held = unit.residency is not _SHARDED and unit.uses == 0
+            if held and not keep and unit.settings.reshard_after_backward:
                 self.residents.release(unit)
         self.residents.drain(keep=0)
         for unit in self.step.touched:

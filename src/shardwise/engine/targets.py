@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from ..plan.reduction import Piece
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage, Visible
 
-__all__ = ["Binding", "Target"]
+__all__ = ["Binding", "Cut", "Target"]
+
+_Dims = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,6 +29,40 @@ class Binding:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+class Cut:
+    """How one chunk is cut at once into the gradients of one storage: far quicker than a view for each.
+
+    ``sizes`` are those of all pieces, gaps included. ``rows`` tell which piece is whose, with the size of those
+    that are to be viewed, and the strides of those that no view can have.
+    """
+
+    __slots__ = ("rows", "sizes", "storage")
+
+    def __init__(self, storage: FlatStorage, bindings: Sequence[Binding], chunk_numel: int) -> None:
+        self.storage, self.sizes = storage, list[int]()
+        self.rows: list[tuple[int, Binding, _Dims, _Dims]] = []
+        end = 0
+        numels = {binding: prod(binding.size) for binding in bindings}
+        for binding in sorted(bindings, key=lambda one: one.offset if numels[one] else -1):
+            if numels[binding] and binding.offset > end:
+                self.sizes.append(binding.offset - end)
+            size = None if len(binding.size) == 1 else binding.size
+            plain = torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
+            self.rows.append((len(self.sizes), binding, size, None if plain else binding.stride))
+            self.sizes.append(numels[binding])
+            if numels[binding]:
+                end = binding.offset + numels[binding]
+        if chunk_numel > end:
+            self.sizes.append(chunk_numel - end)
+
+    def pieces(self, chunk: Tensor) -> Sequence[Tensor]:
+        """The pieces of ``chunk``; to be called without grad mode.
+
+        They share its memory, but no version counter: like gradients that autograd makes, they are no views.
+        """
+        return chunk.unsafe_split_with_sizes(self.sizes)
 
 
 class Target:

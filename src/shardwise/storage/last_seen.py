@@ -16,16 +16,17 @@ from .visible import Visible
 
 __all__ = ["LastSeen"]
 
-_place, _is_trained = Tensor.data_ptr, attrgetter("requires_grad")
+_place, _is_trained, _dtype = Tensor.data_ptr, attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class LastSeen:
     """The places in memory and the ``requires_grad`` of the visible parameters of one storage."""
 
-    __slots__ = ("_places", "_trained")
+    __slots__ = ("_placeless", "_places", "_trained")
 
     def __init__(self) -> None:
         self._places: tuple[list[nn.Parameter], list[int]] | None = None
+        self._placeless: list[nn.Parameter] = []
         self._trained: list[bool] = []
 
     def forget_places(self) -> None:
@@ -36,13 +37,13 @@ class LastSeen:
         """Was nothing moved, cast, frozen or trained since? To be asked without torch functions."""
         if self._places is None:
             self._places = [seen.parameter for seen in visible], [seen.pointer for seen in visible]
+            self._placeless = [seen.parameter for seen in visible if not seen.pointer]
         parameters, expected = self._places
-        pointers = [*map(_place, parameters)]
         return (
-            pointers == expected
+            [*map(_place, parameters)] == expected
             and [*map(_is_trained, parameters)] == self._trained
             # the place tells the dtype, but for parameters without memory
-            and (0 not in pointers or {parameter.dtype for parameter in parameters} == {dtype})
+            and {dtype}.issuperset(map(_dtype, self._placeless))
         )
 
     def follow_requires_grad(self, visible: Sequence[Visible], leaves: Sequence[nn.Parameter]) -> bool:
