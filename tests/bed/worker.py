@@ -59,7 +59,7 @@ def serve(seat: Seat, connection: Connection) -> None:
     _redirect(seat)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
-    Watch.every_s = 0.02  # ranks that do different things hear of it soon
+    Watch.every_s = 0.1  # ranks that do different things hear of it soon
     dist.init_process_group(
         "gloo", init_method=f"file://{seat.folder}/store", rank=seat.rank, world_size=seat.world,
         timeout=COLLECTIVE_TIMEOUT,

@@ -25,8 +25,6 @@ from .last_words import shortly
 
 __all__ = ["Logbook", "own_store"]
 
-#: calls that are kept: an accelerator's ranks are some steps apart
-_KEPT = 2048
 #: how often a rank that found a difference looks again whether the other ranks came to that number as well
 _PATIENCE = 3
 #: so many ranks are looked at in one go, beginning with the next one
@@ -36,12 +34,14 @@ _NEIGHBOURS = 8
 class Logbook:
     """The calls of this rank in one group. ``store``: one that only the ranks of this group write into.
 
+    ``kept``: so many calls are remembered, at least as many as ranks can be apart.
+
     ``note`` belongs to the thread that trains, the rest to the one that looks.
     """
 
-    def __init__(self, store: Any, rank: int, members: Sequence[int]) -> None:
+    def __init__(self, store: Any, rank: int, members: Sequence[int], kept: int) -> None:
         self.number = 0  #: of the last call
-        self._calls: deque[tuple[int, Call]] = deque(maxlen=_KEPT)
+        self._calls: deque[tuple[int, Call]] = deque(maxlen=kept)
         self._store, self._rank, self._members = store, rank, members
         self._published = 0
         self._suspicions = 0

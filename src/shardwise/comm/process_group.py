@@ -52,6 +52,8 @@ _OPERATION = {
 _ROUND_S = 2.0  # between two comparisons of logbooks …
 _LOOKS_PER_S = 128  # … in groups of up to 256 ranks; the store of the group serves so many ranks in a second
 
+_KEPT = 2048  # calls: ranks may be some steps apart, since the host does not wait
+
 
 def _c10d(*names: str) -> Callable[..., Any]:
     """The first of these functions that this torch has: 2.13 renamed two and warns of the old names."""
@@ -218,7 +220,7 @@ class ProcessGroupCollectives(Collectives):
             (self._book or self._open(group, device)).note(call)
 
     def _open(self, group: Any, device: torch.device) -> Logbook:
-        self._book = Logbook(own_store(group, "calls", device), self.rank, self.members)
+        self._book = Logbook(own_store(group, "calls", device), self.rank, self.members, _KEPT)
         watch(self)
         return self._book
 

@@ -180,7 +180,7 @@ class Wire:
         store.set(f"passes/{self.rank}", json.dumps([passes.count, passes.left]))
         channel = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         passes.align([Standing(*json.loads(store.get(f"passes/{place}"))) for place in range(self.size)])
-        return _Line(channel, Logbook(PrefixStore("calls", store), self.rank, self.members))
+        return _Line(channel, Logbook(PrefixStore("calls", store), self.rank, self.members, 2 * _UNDERWAY))
 
 
 _WIRES: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
