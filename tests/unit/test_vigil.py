@@ -50,6 +50,20 @@ def test_A19_who_was_away_itself_starts_anew(monkeypatch: pytest.MonkeyPatch) ->
     assert world.lost(signs, 2) == {1: "is stopped (for 12.0 s)"}
 
 
+def test_A19_a_rank_on_another_host_is_lost_when_its_beat_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One beat between two looks is enough; one that cannot be heard is as good as none."""
+    world, number = _World(monkeypatch), [0]
+    monkeypatch.setattr(vigil.Beats, "heard", lambda ranks: {2: f"{number[0]} forward of 'layers.3'"})
+    signs = vigil.Signs()
+    for _ in range(20):
+        number[0] += 1
+        assert world.lost(signs, 2) == {}
+    assert world.lost(signs, 9) == {}
+    monkeypatch.setattr(vigil.Beats, "heard", lambda ranks: {2: ""})
+    assert world.lost(signs, 3) == {2: "gave no sign of life (for 12.0 s)"}
+    assert signs.last_beats([2]) == "; its last sign: forward of 'layers.3'"
+
+
 def test_A19_the_error_says_what_the_rank_did_last(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _World(monkeypatch)
     world.states = {1: "is stopped"}

@@ -25,7 +25,7 @@ from .process_group import ProcessGroupCollectives, backends_by_device
 from .rendezvous import SharedMemoryUnavailable, hosts_of
 from .shared_memory import SharedMemoryCollectives
 from .simulated import SimulatedCollectives
-from .vigil import begin_beats
+from .vigil import begin_beats, lost_after
 
 __all__ = ["close_all", "collectives_for"]
 
@@ -66,6 +66,7 @@ def collectives_for(
     transports, key = _kept.by_group.setdefault(group, {}), (choice, device.type)
     if key not in transports:
         introduce()
+        lost_after()  # a wrong setting shall be an error now
         transports[key] = (_process_group(group, device) if obstacle
                            else _shared(group, timeout_s, required=bool(shared_memory)))
     return transports[key]
