@@ -122,7 +122,7 @@ def run(place: tuple[int, int], folder: Path, over: str, victim: int, harm: tupl
     if over == "group":
         mesh.collectives_for = lambda group, device, **_: collectives_for(group, device, shared_memory=False)
     if fault in _UNLIMITED:
-        os.environ["SHARDWISE_LOST_AFTER"] = str(LOST_AFTER_S)
+        os.environ.setdefault("SHARDWISE_LOST_AFTER", str(LOST_AFTER_S))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
                             timeout=None if fault in _UNLIMITED else timedelta(seconds=LIMIT_S))
     began, left = [0.0], [0 if point == "wrap" else 1]  # the fault comes when its point is passed again

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm import rendezvous
 from shardwise.comm.choose import close_all
-from shardwise.errors import LeftPassError
+from shardwise.errors import LeftPassError, PeerError
 from tests.bed import ranks
 from tests.bed.fronts import over_the_group
 
@@ -156,6 +158,23 @@ def test_A19_all_go_on_over_gloo_alone(phase: str, elsewhere: bool, rank: int) -
             error = "ValueError: bad batch" if phase == "forward" else "an exception in autograd"
             assert re.match(rf"shardwise: rank 1 left pass \d+ in {phase} of .* by {error}, so there is no", text), text
         _goes_on(model, rank)
+
+
+@ranks(2)
+def test_A19_over_gloo_a_rank_that_goes_on_alone_hears_why(rank: int) -> None:
+    """The other is stopped where the two would meet again."""
+    with over_the_group(), patch.dict(os.environ, SHARDWISE_LOST_AFTER="1"):
+        model = _model()
+        pids = [0, 0]
+        dist.all_gather_object(pids, os.getpid())
+        _texts(model, "forward", rank, lambda: None)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            with pytest.raises(PeerError, match=r"rank 0 is stopped \(for .* during gather of '0'"):
+                _step(model, 2, rank)
+            os.kill(pids[0], signal.SIGCONT)
+    dist.barrier()
 
 
 @ranks(4)

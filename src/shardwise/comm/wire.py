@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[re
 from ..errors import CommunicationError, DivergenceError, LeftPassError
 from ..torch_private import group_timeout
 from . import vigil
-from .agreement import Call
+from .agreement import Call, peer_error
 from .collectives import Collectives, Handle
 from .exchanges import Messages, Steps
 from .failures import explained
@@ -165,7 +165,9 @@ class Wire:
                                      remedy="Call dist.destroy_process_group() after the last use of the model.")
         introduce()
         try:
-            self._line = self._connected(group, owner.passes)
+            self._line = self._connected(group, owner, call)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise explained(error, call, owner) from error
         self._line.departures = owner.passes.departures
@@ -173,14 +175,33 @@ class Wire:
             watch(self)
         return self._line
 
-    def _connected(self, group: Any, passes: Passes) -> _Line:
+    def _connected(self, group: Any, owner: Collectives, call: Call) -> _Line:
+        passes = owner.passes
         if self._store is None:
             self._store = own_store(group, "wire", _CPU)
         store, limit = PrefixStore(str(self._generation), self._store), timedelta(seconds=group_timeout(group, _CPU))
         store.set(f"passes/{self.rank}", json.dumps([passes.count, passes.left]))
+        self._muster(store, limit, owner, call)
         channel = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         passes.align([Standing(*json.loads(store.get(f"passes/{place}"))) for place in range(self.size)])
         return _Line(channel, Logbook(PrefixStore("calls", store), self.rank, self.members, 2 * _UNDERWAY))
+
+    def _muster(self, store: Any, limit: timedelta, owner: Collectives, call: Call) -> None:
+        """Wait until all ranks want to connect, for gloo looks at nobody while it waits for them."""
+        keys = {member: f"passes/{place}" for place, member in enumerate(self.members)}
+        wait = Waiting(call, owner.describe_tag, self.members,
+                       lambda: [member for member, key in keys.items() if not store.check([key])])
+        wait.passes, pause = owner.passes, 0.001
+        with wait:
+            while not store.check(list(keys.values())):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+                if time.monotonic() >= wait.next_look:
+                    vigil.look(wait)
+                if time.monotonic() - wait.since > limit.total_seconds():
+                    who = " and ".join(f"rank {rank} did not come within {limit.total_seconds():g} s"
+                                       for rank in wait.needed())
+                    raise peer_error(who, call, self.members, owner.describe_tag)
 
 
 _WIRES: weakref.WeakKeyDictionary[dist.ProcessGroup, Wire] = weakref.WeakKeyDictionary()
