@@ -216,8 +216,12 @@ class ProcessGroupCollectives(Collectives):
 
     def _note(self, call: Call, device: torch.device) -> None:
         group = self._group()
-        if group is not None and self._verdict is None:
+        if group is None or self._verdict is not None:
+            return
+        try:
             (self._book or self._open(group, device)).note(call)
+        except RuntimeError as error:
+            raise self.failed(error, call) from error
 
     def _open(self, group: Any, device: torch.device) -> Logbook:
         self._book = Logbook(own_store(group, "calls", device), self.rank, self.members, _KEPT)
