@@ -47,6 +47,7 @@ class Collector:
         self._hooks: list[Any] = []
         self._quiet: list[Target] = []  # those without a hook
         self._listens_to_all = self._split = False  # the second: a target has several pieces, or none
+        self._eighths = False  #: some gradients arrive in float8
         self.buffer: FlatBuffer | None = None
         self.plan: ReductionPlan | None = None
         self.live: list[FlatStorage] = []
@@ -59,6 +60,7 @@ class Collector:
 
     def _widest(self) -> torch.dtype:
         dtypes = [s.precision.wire_dtype(s.stored_dtype) for s in self.live]
+        self._eighths = any(s.compute_dtype.itemsize == 1 for s in self.live)
         return reduce(torch.promote_types, dtypes)
 
     def rebuild(self) -> None:
@@ -190,6 +192,8 @@ class Collector:
         sources = [*map(waiting.__getitem__, targets)]
         if self._split or not _STRIDED.issuperset(map(_layout, sources)):
             sources = [part for target in targets for part in target.sources(waiting[target])]
+        if self._eighths:  # torch cannot add float8 to anything
+            sources = [source.to(into[0].dtype) for source in sources]
         if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
             sources = [source * self.scale for source in sources]
         return into, sources

@@ -194,8 +194,11 @@ class Precision:
         return self.param if self.param is not None and stored.is_floating_point else stored
 
     def wire_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which its gradient travels."""
-        return self.reduce if self.reduce is not None else self.compute_dtype(stored)
+        """The dtype in which its gradient travels. Float8 cannot be added up; bfloat16 has all of its values."""
+        if self.reduce is not None:
+            return self.reduce
+        dtype = self.compute_dtype(stored)
+        return torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
     def accumulation_dtype(self, wire: torch.dtype) -> torch.dtype:
         """The dtype in which gradients for the ``wire`` are added up while unsent."""
