@@ -11,7 +11,7 @@ wire, or at least fp32 while gradients of several backward passes are added up u
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any
@@ -264,6 +264,15 @@ class Collector:
         for target in self.targets:
             target.leaf.grad = None
         self.close()
+
+    def forget(self, targets: Iterable[Target]) -> None:
+        """The same for some of them."""
+        for target in targets:
+            self._waiting.pop(target, None)
+            self._filled.discard(target)
+            target.leaf.grad = None
+        if not (self._waiting or self._filled):
+            self.close()
 
     def begin_pass(self) -> None:
         """A backward pass begins: no gradient of it has arrived."""

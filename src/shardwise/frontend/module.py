@@ -13,14 +13,18 @@ from ..engine.hooks import unit_of
 from ..engine.session import Session
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit
+from ..engine.unsent import watch_zero_grad
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
 from ..plan.lifecycle import Pass
+from ..storage.optimizer_watch import on_adoption
 from ..torch_private import ignored_by_ddp
 from .communication import CommunicationMethods
 from .copying import copy_module, refuse_pickling
 from .whole import apply_to_whole
 
 __all__ = ["FSDPModule", "UnshardHandle", "before_naming", "forget_unsent", "session_at", "settle", "unit_at"]
+
+on_adoption(watch_zero_grad)
 
 
 def unit_at(module: nn.Module) -> Unit:
