@@ -257,3 +257,27 @@ def test_A2_values_change_between_forward_and_backward(rank: int, world: int, fr
         late.backward()
     with pytest.warns(RuntimeWarning, match="did not finish"):
         loss(twins.model, points(rank, 2)).backward()
+
+
+def _assign(model: Any) -> None:
+    model.outward.weight.data = torch.full((1, 3), 0.25)
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.outward.bias.fill_(0.5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("change", [_assign, _in_place])
+@pytest.mark.parametrize("again", [False, True])
+def test_A18_a_change_after_unshard(rank: int, world: int, change: Any, again: bool) -> None:
+    """What ``unshard`` gathered is not taken for the parameters of the next forward, if they have changed."""
+    twins = _twins("fully_shard", rank, world)
+    twins.model.unshard()
+    change(twins.plain), change(twins.model)
+    if again:
+        twins.model.unshard()
+    with torch.no_grad():
+        torch.testing.assert_close(twins.model(points(rank, 0)[0]), twins.plain(points(rank, 0)[0]))
+    twins.train(1)

@@ -10,7 +10,7 @@ from ..plan.lifecycle import Residency
 from .settings import Schedule
 from .step import Call, Step
 from .unit import Unit
-from .values import count_changes
+from .values import count_all_changes
 
 __all__ = ["Residents"]
 
@@ -55,7 +55,7 @@ class Residents:
     @staticmethod
     def still_asked(unit: Unit) -> bool:
         """Did the user gather ``unit``, and change nothing since?"""
-        return unit.asked and unit.untouched() and unit.values == count_changes(unit.storages)
+        return unit.asked is not None and unit.untouched() and unit.asked == count_all_changes(unit.storages)
 
     def arrived(self, unit: Unit) -> None:
         """``unit`` is in use now. If another one was expected, that one goes."""

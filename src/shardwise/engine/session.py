@@ -98,7 +98,7 @@ class Session:
             self.residents.follow_user()
         self.use(unit)
         unit.face.clear_the_way()
-        unit.asked = False
+        unit.asked = None
         self.open.append(unit)
         if self.pass_ is _FORWARD:
             self.residents.prefetch_forward(unit)
@@ -161,7 +161,7 @@ class Session:
         self._move(_REST)
         self.residents.give_up()
         for unit in self.units:
-            idle = unit.residency is not _SHARDED and unit.uses == 0 and not unit.asked  # gathered ahead and never used
+            idle = unit.residency is not _SHARDED and unit.uses == 0 and unit.asked is None  # never used
             if idle and unit.settings.reshard_after_forward and unit is not self.root:
                 self.residents.release(unit)
         if not torch.is_grad_enabled():

@@ -64,7 +64,7 @@ class Unit:
         self.needs: list[Unit] = []  #: units that own parameters which this one borrows
         self.residency = _SHARDED
         self.values = 0  #: grows where parameters were changed in place before a gather, as by a step
-        self.asked = False  #: the user called unshard(): kept until the next forward
+        self.asked: int | None = None  #: the count of changes at the user's unshard(): kept until the next forward
         self.uses = 0  #: forwards and backwards that need the parameters now, borrowers' included
         self.turns = Turns(len(self.modules))
         self.outstanding = self.outstanding_before = 0  #: forwards whose backward has not run yet; as the pass began

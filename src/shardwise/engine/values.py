@@ -13,7 +13,8 @@ from ..storage.flat_storage import FlatStorage
 from ..storage.visible import version_of
 from ..torch_private import in_backward, in_tracing, without_torch_function
 
-__all__ = ["count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing", "require_values"]
+__all__ = ["count_all_changes", "count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing",
+           "require_values"]
 
 
 def refuse_precision(unit: str, *, full: bool) -> NoReturn:
@@ -36,6 +37,13 @@ def count_changes(storages: Sequence[FlatStorage]) -> int:
         for storage in storages:
             changes += storage.edits + version_of(storage.visible[0].parameter)
     return changes
+
+
+def count_all_changes(storages: Sequence[FlatStorage]) -> int:
+    """The same with a look at every parameter: of some alone, too."""
+    with without_torch_function():
+        return sum([storage.edits + sum([version_of(seen.parameter) for seen in (*storage.visible, *storage.hidden)])
+                    for storage in storages])
 
 
 def refuse_other_values(unit: str) -> NoReturn:

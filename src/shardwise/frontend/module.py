@@ -14,8 +14,9 @@ from ..engine.session import Session
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..engine.unsent import watch_zero_grad
+from ..engine.values import count_all_changes
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
-from ..plan.lifecycle import Pass
+from ..plan.lifecycle import Pass, Residency
 from ..storage.optimizer_watch import on_adoption
 from ..torch_private import ignored_by_ddp
 from .communication import CommunicationMethods
@@ -99,8 +100,11 @@ class FSDPModule(CommunicationMethods):
         module: Any = self
         unit, session = unit_at(module), session_at(module)
         unit.take_over_edits()
+        if unit.residency is Residency.SHARDED:
+            unit.asked = count_all_changes(unit.storages)
+        elif unit.asked is None:
+            unit.asked = -1  # gathered for something else before: its values may be older
         session.gather(unit)
-        unit.asked = True
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -115,7 +119,7 @@ class FSDPModule(CommunicationMethods):
         if unit.uses:
             raise LifecycleError("cannot reshard a unit that is in use", unit=unit.name,
                                  remedy="Call reshard() outside forward and backward.")
-        unit.asked = False
+        unit.asked = None
         unit.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
