@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.bench.meter import count_calls
 from shardwise.comm import mesh, process_group
+from shardwise.comm.logbook import Logbook
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.errors import DivergenceError
 from tests.bed import ranks
@@ -104,3 +106,20 @@ def test_C8_a_verdict_is_printed_and_ends_the_next_collective(rank: int, world: 
                                                   "collective 1 of this group") as caught:
             transport.all_gather(torch.empty(world), torch.ones(1), tag=2)
         assert said == [str(caught.value)]
+
+
+@ranks(2)
+def test_C8_a_line_in_the_logbook_costs_two_calls(rank: int, world: int) -> None:
+    """Of Python and C together, and the description of a call is made once."""
+    with _trusting(round_s=1e9) as transport:
+        out, shard = torch.empty(world), torch.ones(1)
+
+        def run() -> None:
+            transport.all_gather(out, shard, tag=4).wait()
+
+        run()
+        with_it = count_calls(run)
+        with patch.object(Logbook, "note", lambda *_: 0):  # this one is counted in both
+            without = count_calls(run)
+    assert with_it - without == 1
+    assert with_it <= 12, with_it
