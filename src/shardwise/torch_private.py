@@ -235,9 +235,8 @@ class no_gradients:
             torch._C._set_grad_enabled(True)
 
 
-def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, casts included, in one call (the public form is a loop)."""
-    torch._foreach_copy_(targets, sources)
+#: ``targets, sources``: copy each source to its target, casts included, in one call (the public form is a loop)
+foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
 
 def foreach_add(targets: list[Tensor], sources: list[Tensor]) -> None:

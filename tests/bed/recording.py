@@ -177,5 +177,6 @@ def recorded() -> Iterator[Recorder]:
     """Models sharded on the CPU inside run on recording lanes."""
     recorder = Recorder()
     with (patch.dict(lanes_module._LANES, {_CPU: recorder.lanes}),
-          patch.dict(build._POOLS, {_CPU: recorder.pool})):
+          patch.dict(build._POOLS, {_CPU: recorder.pool}),
+          patch.dict(build._DRY_POOLS, {_CPU: recorder.pool})):
         yield recorder

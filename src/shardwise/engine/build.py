@@ -17,7 +17,7 @@ from ..plan.lifecycle import Pass
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
 from ..storage.faces import OriginalFace
-from ..storage.flat_buffer import BufferPool
+from ..storage.flat_buffer import BufferPool, ZeroedPool
 from ..storage.flat_face import FlatFace
 from ..storage.flat_storage import FLAT, FlatStorage, Place
 from ..storage.guard import guard
@@ -38,6 +38,7 @@ from .unit import Unit
 __all__ = ["Choices", "build_unit", "kinds_of", "owner_of", "session_of", "start_session", "units_below"]
 
 _POOLS: dict[torch.device, BufferPool] = {}
+_DRY_POOLS: dict[torch.device, BufferPool] = {}
 
 
 #: parameters that make one flat parameter, and whether they keep their dtype in computation
@@ -160,7 +161,8 @@ def _storages(
 ) -> list[FlatStorage]:
     for entry in owned:
         take_local_part(entry, choices.groups.members)
-    place = Place(choices.device, pool_for(choices.device), choices.offload, choices.pin_memory)
+    pool = pool_for(choices.device, real=choices.groups.shard.real)
+    place = Place(choices.device, pool, choices.offload, choices.pin_memory)
     precision, kept_precision = choices.precision, choices.precision.for_kept()
     return [FlatStorage(unit, alike, choices.groups.shard, kept_precision if is_kept else precision, place,
                         norm_comm=_norm_comm(_split(alike[0]), choices))
@@ -178,9 +180,9 @@ def _norm_comm(split: Split, choices: Choices) -> Together | None:
     return Together([choices.groups.shard, *groups]) if groups else None
 
 
-def pool_for(device: torch.device) -> BufferPool:
-    """The memory that units on ``device`` pass on to each other."""
-    return _POOLS.setdefault(device, BufferPool(keep=3))
+def pool_for(device: torch.device, *, real: bool = True) -> BufferPool:
+    """The memory that units on ``device`` pass on to each other; ``real``: gathers fill all of it."""
+    return _POOLS.setdefault(device, BufferPool(keep=3)) if real else _DRY_POOLS.setdefault(device, ZeroedPool(keep=3))
 
 
 def kinds_of(owned: Sequence[OwnedParameter], kept: set[nn.Module]) -> list[Kind]:

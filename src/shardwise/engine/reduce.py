@@ -124,7 +124,8 @@ class Reducer:
     def start(self, full: Tensor, used: list[bool], tag: int) -> Reduced:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
         lanes, shard = self._lanes, self.groups.shard
-        lanes.reduce.wait(lanes.compute.mark())
+        if not lanes.immediate:
+            lanes.reduce.wait(lanes.compute.mark())
         with lanes.reduce:
             if shard.size == 1:
                 chunk, handle = full.clone(), DONE
@@ -173,7 +174,8 @@ class Reducer:
                 reduced.chunk.div_(_scalar(divisor, reduced.chunk.dtype))
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(reduced.chunk)
-        reduced.mark = self._lanes.reduce.mark()
+        if not self._lanes.immediate:
+            reduced.mark = self._lanes.reduce.mark()
         reduced.summed = True
 
     def _add_earlier(self, reduced: Reduced, *, keep: bool) -> None:
@@ -191,7 +193,8 @@ class Reducer:
 
     def wait(self, reduced: Reduced) -> None:
         """Make the finished chunk visible to the compute lane."""
-        self._lanes.compute.wait(reduced.mark)
+        if reduced.mark is not None:
+            self._lanes.compute.wait(reduced.mark)
         reduced.source = None
 
     def drop(self) -> None:

@@ -30,7 +30,7 @@ class Residents:
     def __init__(self, lanes: Lanes, schedule: Schedule) -> None:
         self._lanes, self._schedule = lanes, schedule
         self._behind: dict[Unit, Any] = {}  # in the order they were let go -> mark of compute
-        self._ahead: Unit | None = None  # gathered because it is expected next
+        self.ahead: Unit | None = None  #: gathered because it is expected next
         self._started: list[Unit] = []  # in the order of this forward …
         self._last_started: list[Unit] = []  # … and of the last one
 
@@ -46,10 +46,10 @@ class Residents:
 
     def expect(self, unit: Unit) -> None:
         """Gather ``unit`` ahead of need, in place of the one that was expected before."""
-        if self._ahead is not unit:
-            if self._ahead is not None:
+        if self.ahead is not unit:
+            if self.ahead is not None:
                 self.give_up()
-            self._ahead = unit
+            self.ahead = unit
         self.gather(unit)
 
     @staticmethod
@@ -59,14 +59,13 @@ class Residents:
 
     def arrived(self, unit: Unit) -> None:
         """``unit`` is in use now. If another one was expected, that one goes."""
-        if self._ahead is not None:
-            if self._ahead is not unit:
-                self.give_up()
-            self._ahead = None
+        if self.ahead is not unit:
+            self.give_up()
+        self.ahead = None
 
     def give_up(self) -> None:
         """Nothing is expected any longer."""
-        ahead, self._ahead = self._ahead, None
+        ahead, self.ahead = self.ahead, None
         if ahead is not None and ahead.uses == 0:
             self.release(ahead)
 
@@ -122,6 +121,6 @@ class Residents:
 
     def forget(self, units: Sequence[Unit]) -> None:
         """After an exception: ``units`` were freed by other means."""
-        self._ahead, self._started = None, []
+        self.ahead, self._started = None, []
         for unit in units:
             self._behind.pop(unit, None)

@@ -70,7 +70,8 @@ class Session:
             if not self.lanes.immediate:
                 owner.gather.note_use()
         unit.face.show_leaves()
-        self.residents.arrived(unit)
+        if self.residents.ahead is not None:
+            self.residents.arrived(unit)
 
     def unuse(self, unit: Unit, *, free: bool) -> None:
         """The counterpart of ``use``; ``free``: give the memory back where nobody else uses it."""

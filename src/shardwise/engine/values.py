@@ -10,7 +10,6 @@ import torch
 from ..errors import LifecycleError, name_list
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
-from ..storage.visible import version_of
 from ..torch_private import in_backward, in_tracing, without_torch_function
 
 __all__ = ["count_all_changes", "count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing",
@@ -35,7 +34,8 @@ def count_changes(storages: Sequence[FlatStorage]) -> int:
     changes = 0
     with without_torch_function():
         for storage in storages:
-            changes += storage.edits + version_of(storage.visible[0].parameter)
+            first = storage.visible[0].parameter
+            changes += storage.edits + (0 if first.is_inference() else first._version)
     return changes
 
 

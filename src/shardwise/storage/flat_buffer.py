@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.collectives import Collectives
 from ..torch_private import swap_storage
 
-__all__ = ["BufferPool", "FlatBuffer", "TransportPool"]
+__all__ = ["BufferPool", "FlatBuffer", "TransportPool", "ZeroedPool"]
 
 
 class BufferPool:
@@ -72,6 +72,17 @@ class BufferPool:
         """Return all kept memory to the system."""
         self._free.clear()
         self.nbytes, self._last = 0, -1
+
+
+class ZeroedPool(BufferPool):
+    """Memory that begins as zeros, for a dry run: what no gather fills must not be computed with as it happens to be.
+
+    Left-over bits are often denormal numbers, with which a processor is many times slower, or not numbers.
+    """
+
+    def _take_new(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super()._take_new(storage, nbytes)
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # pyright: ignore[reportArgumentType]
 
 
 class TransportPool(BufferPool):
