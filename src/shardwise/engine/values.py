@@ -10,6 +10,7 @@ import torch
 from ..errors import LifecycleError, name_list
 from ..storage.faces import OriginalFace
 from ..storage.flat_storage import FlatStorage
+from ..storage.visible import version_of
 from ..torch_private import in_backward, in_tracing, without_torch_function
 
 __all__ = ["count_all_changes", "count_changes", "refuse_other_values", "refuse_precision", "refuse_tracing",
