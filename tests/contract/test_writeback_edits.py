@@ -259,6 +259,26 @@ def test_A2_values_change_between_forward_and_backward(rank: int, world: int, fr
         loss(twins.model, points(rank, 2)).backward()
 
 
+@ranks(2)
+@fronts
+@pytest.mark.parametrize("places", [(0, 1), (1,)])
+def test_A18_data_between_forward_and_backward(rank: int, world: int, front: str, places: tuple[int, ...]) -> None:
+    """A whole value, of every rank or one: the gradient is that of the forward, as torch gives it too."""
+    twins = _twins(front, rank, world)
+    twins.train(1)
+    late = loss(twins.model, points(rank, 0))
+    if rank in places:
+        twins.model.inward.weight.data = _random(7, 5)
+    late.backward()
+    for one in range(world):
+        (loss(twins.plain, points(one, 0)) / world).backward()
+    twins.check_gradients()
+    if places == (0, 1):
+        twins.plain.inward.weight.data = _random(7, 5)  # type: ignore[union-attr]
+        twins.update()
+        twins.check_parameters()
+
+
 def _assign(model: Any) -> None:
     model.outward.weight.data = torch.full((1, 3), 0.25)
 

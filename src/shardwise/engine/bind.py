@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage
 from ..storage.sharded_parameter import held_gradient, hold_gradient
+from ..storage.writeback import take_over_edits
 from ..torch_private import (
     NO_HOOKS,
     allow_gradient_dtype,
@@ -39,6 +40,9 @@ def bind(collector: Collector, reduced: Reduced,
     To be called without grad mode.
     """
     peculiar: list[tuple[Binding, Tensor]] = []  # more is to be done than to give the parameter its gradient
+    for storage in collector.live:
+        if storage.hidden:  # before a step of the flat parameter, which would be lost
+            take_over_edits(storage)
     sources = _sources(reduced.chunk, collector)
     with without_torch_function():
         for cut in collector.cuts:
@@ -56,9 +60,17 @@ def bind(collector: Collector, reduced: Reduced,
                         or gradient_hooks(parameter) != NO_HOOKS or binding.storage.hidden):
                     peculiar.append((binding, gradient))
                 else:
-                    hold_gradient(parameter, gradient)
+                    _hold(binding, gradient)
     if peculiar:
         _bind_with_care(peculiar)
+
+
+def _hold(binding: Binding, gradient: Tensor) -> None:
+    try:
+        hold_gradient(binding.seen.parameter, gradient)
+    except RuntimeError:  # another shape: a whole value was assigned after the forward
+        take_over_edits(binding.storage)
+        hold_gradient(binding.seen.parameter, gradient)
 
 
 def _bind_with_care(pairs: Sequence[tuple[Binding, Tensor]]) -> None:
