@@ -42,20 +42,21 @@ class Cut:
 
     def __init__(self, storage: FlatStorage, bindings: Sequence[Binding], chunk_numel: int) -> None:
         self.storage, self.sizes = storage, list[int]()
-        self.rows: list[tuple[int, Binding, _Dims, _Dims]] = []
-        end = 0
-        numels = {binding: prod(binding.size) for binding in bindings}
+        numels, places, end = {binding: prod(binding.size) for binding in bindings}, dict[Binding, int](), 0
         for binding in sorted(bindings, key=lambda one: one.offset if numels[one] else -1):
             if numels[binding] and binding.offset > end:
                 self.sizes.append(binding.offset - end)
-            size = None if len(binding.size) == 1 else binding.size
-            plain = torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
-            self.rows.append((len(self.sizes), binding, size, None if plain else binding.stride))
+            places[binding] = len(self.sizes)
             self.sizes.append(numels[binding])
             if numels[binding]:
                 end = binding.offset + numels[binding]
         if chunk_numel > end:
             self.sizes.append(chunk_numel - end)
+        self.rows: list[tuple[int, Binding, _Dims, _Dims]] = []  # in the order of the parameters
+        for binding in bindings:
+            plain = torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
+            self.rows.append((places[binding], binding, None if len(binding.size) == 1 else binding.size,
+                              None if plain else binding.stride))
 
     def pieces(self, chunk: Tensor) -> Sequence[Tensor]:
         """The pieces of ``chunk``; to be called without grad mode.
