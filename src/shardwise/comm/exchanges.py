@@ -20,7 +20,7 @@ Steps = Iterator[Any]
 """Works, each of which is waited for before the next step."""
 Combine = Callable[..., Tensor]
 
-#: up to this many bytes in all, an all-reduce gathers every contribution, and a broadcast sends all to everyone
+#: up to this many bytes to one rank, an all-reduce gathers every contribution, and a broadcast sends all to everyone
 _SMALL = 256 << 10
 
 
@@ -61,7 +61,7 @@ def reduce_scatter(post: Messages, out: Tensor, full: Tensor, combine: Combine) 
 def all_reduce(post: Messages, tensor: Tensor, combine: Combine) -> Steps:
     """``tensor`` of every rank, combined in place in rank order; a small one is not changed until all have come."""
     flat = tensor.view(-1)
-    if post.size * tensor.nbytes <= _SMALL:
+    if (post.size - 1) * tensor.nbytes <= _SMALL:
         return _all_reduce_whole(post, flat, combine)
     return _all_reduce_ranges(post, flat, combine)
 

@@ -61,7 +61,7 @@ class Signs:
         now = time.monotonic()
         known = self._since if now - self._looked <= max(_AWAY * limit_s, _AWAY_S) else {}
         self._looked, self._since = now, {}
-        for rank, state in (absent(ranks) | self._silent(ranks)).items():
+        for rank, state in (self._silent(ranks) | absent(ranks)).items():  # what is seen is surer than silence
             before = known.get(rank)
             self._since[rank] = before if before is not None and before[0] == state else (state, now)
         return {rank: f"{state} (for {now - since:.1f} s)" for rank, (state, since) in self._since.items()
