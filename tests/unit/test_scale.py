@@ -62,7 +62,26 @@ def test_planning_a_reduction_looks_at_the_holders_only(trained: tuple[bool, ...
     for i, flag in enumerate(trained):
         assert sum(piece.numel for piece in plan.pieces[0][i]) == (512 if flag else 0)
     if all(trained):
+        assert looks == len(specs)  # for this rank's own places; the buffer is as the flat parameter is
         assert plan.pieces[0][7] == (Piece(0, layout.offsets[7], 512),)
+
+
+@pytest.mark.parametrize("world", [1, 3, 64])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_every_element_goes_to_the_chunk_of_its_rank(world: int, itemsize: int) -> None:
+    """Whether the buffer is as the flat parameter is, or has longer chunks."""
+    specs = [ParameterSpec("a", (7, 3), 3), ParameterSpec("none", (0, 4), 4), ParameterSpec("b", (900,), 1),
+             ParameterSpec("scalar", (), 1), ParameterSpec("c", (40, 20), 20)]
+    layout = plan_layout(specs, world, 4)
+    plan = plan_reduction([layout], [(True,) * len(specs)], 0, itemsize)
+    for i, spec in enumerate(specs):
+        places = {piece.source + k: piece.target + k for piece in plan.pieces[0][i] for k in range(piece.numel)}
+        expected = {}
+        for rank in range(world):
+            span = layout.span(i, rank)
+            start = rank * plan.chunk_numel + span.shard_offset
+            expected.update({span.start + k: start + k for k in range(span.numel)})
+        assert places == expected and len(places) == spec.numel
 
 
 def test_holders_are_the_ranks_with_a_span() -> None:

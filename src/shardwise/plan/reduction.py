@@ -104,6 +104,9 @@ def plan_reduction(
 
 def _pieces(layout: FlatLayout, index: int, placed: _Whole | _Packed, chunk: int) -> tuple[Piece, ...]:
     """The spans of one parameter, joined where they are neighbours in the buffer."""
+    if placed.start == 0 and chunk == layout.shard_numel:  # the buffer is as the flat parameter is
+        numel = layout.parameters[index].numel
+        return (Piece(0, layout.offsets[index], numel),) if numel else ()
     joined: list[Piece] = []
     for rank in layout.holders(index):
         span, target = layout.span(index, rank), rank * chunk + placed.place(index, rank)
