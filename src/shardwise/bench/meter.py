@@ -7,6 +7,7 @@ of torch, so its traffic is what its units report (``observe``).
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -89,17 +90,24 @@ def metered(module: nn.Module, world: int, *, own: bool) -> Iterator[Cost]:
 
 
 def count_calls(run: Callable[[], object]) -> int:
-    """Python and C functions that ``run`` calls on this thread (a backward on an accelerator has its own)."""
+    """Python and C functions that ``run`` calls on this thread (a backward on an accelerator has its own).
+
+    Without what garbage of earlier runs may call while it is collected.
+    """
     count = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
+    gc.collect()
+    gc.disable()
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(before)
+        if collecting:
+            gc.enable()
     return count
