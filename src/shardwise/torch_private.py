@@ -83,13 +83,15 @@ def hook_gradient(tensor: Tensor, node: Any, hook: Callable[[Tensor], None]) -> 
     """
     if tensor._backward_hooks is not None:
         return False
-    tensor._backward_hooks = OrderedDict({"shardwise": hook})  # a user's own hooks may join it
+    hooks: Any = OrderedDict({"shardwise": hook})  # a user's own may join it
+    tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
     return True
 
 
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 #: the innermost of ``torch.func``'s transforms (vmap, grad …) that runs, or None
-transform_under_way: Any = torch._C._functorch.peek_interpreter_stack
+transform_under_way: Any = _functorch.peek_interpreter_stack
 
 
 def outside_transforms(function: Callable[..., Any], *args: Any) -> Any:
@@ -105,12 +107,12 @@ def has_levels() -> bool:
 
 def levels_of(tensor: Tensor) -> list[Tensor]:
     """``tensor``, its tangent, and what they are outside of each transform of ``torch.func``: each has a graph."""
-    found, transform = [tensor], torch._C._functorch.peek_interpreter_stack()
-    forward_mode = transform is None or transform.key() == torch._C._functorch.TransformType.Jvp
+    found, transform = [tensor], transform_under_way()
+    forward_mode = transform is None or transform.key() == _functorch.TransformType.Jvp
     if forward_mode and forward_ad._current_level >= 0:
         found += [tangent for tangent in forward_ad.unpack_dual(tensor)[1:] if tangent is not None]
     if transform is not None:
-        inner = map(torch._C._functorch.get_unwrapped, filter(torch._C._functorch.is_functorch_wrapped_tensor, found))
+        inner = map(_functorch.get_unwrapped, filter(_functorch.is_functorch_wrapped_tensor, found))
         with temporarily_pop_interpreter_stack():
             found += chain.from_iterable(map(levels_of, [*inner]))
     return found

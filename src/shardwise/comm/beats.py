@@ -28,9 +28,9 @@ _NEIGHBOURS = 16
 class Beats:
     """This process's beat, and what it hears. Nothing happens before ``begin``, which is not called on one host."""
 
-    doing: Callable[[], str] = staticmethod(lambda: "")  #: what to say with each beat; the engine knows more
+    doing: ClassVar[Any] = staticmethod(lambda: "")  #: what to say with each beat; the engine knows more
     _far: ClassVar[frozenset[int]] = frozenset()
-    _group: ClassVar[Callable[[], object]] = staticmethod(lambda: None)  #: the default group that all this is for
+    _group: ClassVar[Any] = staticmethod(lambda: None)  #: the default group that all this is for
 
     @classmethod
     def begin(cls, far: Sequence[int], every_s: float) -> None:
@@ -42,7 +42,8 @@ class Beats:
         elif far and every_s:
             introduce()
             cls._group, cls._far = weakref.ref(group), frozenset(far)
-            store = group.get_group_store().clone()
+            store: Any = group.get_group_store()
+            store = store.clone()
             threading.Thread(target=_beat, args=(cls._group, store, dist.get_rank(), every_s), daemon=True,
                              name="shardwise-beats").start()
 

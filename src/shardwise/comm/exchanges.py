@@ -30,7 +30,7 @@ class Messages(Protocol):
     rank: int
     size: int
     #: the other ranks, beginning with the next one, so that not all send to one at a time
-    others: Sequence[int]
+    others: tuple[int, ...]
 
     def send(self, part: Tensor, place: int, sort: int = 0) -> Any:
         """Send ``part`` to rank ``place``; ``sort`` tells messages of one collective apart."""

@@ -38,7 +38,7 @@ class Note(NamedTuple):
 class Standing(NamedTuple):
     """What each rank tells in a collective."""
 
-    count: int = 0  #: passes begun; negative outside of one
+    count: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]  #: passes begun; negative outside of one
     left: int = 0  #: the last one that an exception ended
 
 

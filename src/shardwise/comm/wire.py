@@ -49,7 +49,7 @@ _CUT_S = timedelta(milliseconds=1)
 class _Line:
     """The connections of a group and its logbook, from one divergence to the next."""
 
-    def __init__(self, channel: dist.ProcessGroupGloo, book: Logbook) -> None:
+    def __init__(self, channel: Any, book: Logbook) -> None:  # of gloo
         self.channel, self.book = channel, book
         self.underway: dict[int, Exchange] = {}
         self.waiting: Waiting | None = None
@@ -212,7 +212,7 @@ class Post:
 
     __slots__ = ("_channel", "_mark", "others", "rank", "size")
 
-    def __init__(self, wire: Wire, channel: dist.ProcessGroupGloo, mark: int) -> None:
+    def __init__(self, wire: Wire, channel: Any, mark: int) -> None:
         self.rank, self.size, self.others = wire.rank, wire.size, wire.others
         self._channel, self._mark = channel, mark
 

@@ -15,9 +15,9 @@ class Roster:
     """The modules of a unit with their children and numbers of parameters; cheap to compare with."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        modules = [module for _, module in modules]
-        self._registered: list[dict[str, Any]] = [vars(module)["_parameters"] for module in modules]
-        self._children: list[dict[str, Any]] = [vars(module)["_modules"] for module in modules]
+        present = [module for _, module in modules]
+        self._registered: list[dict[str, Any]] = [vars(module)["_parameters"] for module in present]
+        self._children: list[dict[str, Any]] = [vars(module)["_modules"] for module in present]
         self._counts = [*map(len, self._registered)]
         self._numbers = [*map(len, self._children)]
         self._parents = [children for children in self._children if children]
