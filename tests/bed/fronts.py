@@ -77,8 +77,10 @@ def unsynced(model: Any, front: str, quiet: bool = True) -> Iterator[None]:
     """Backward passes inside add gradients up unsent, unless ``quiet`` is False."""
     if front == "fully_shard":
         model.set_requires_gradient_sync(not quiet)
-        yield
-        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
         return
     with model.no_sync() if quiet else nullcontext():
         yield

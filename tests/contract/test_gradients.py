@@ -214,3 +214,46 @@ def test_U17_gradients_set_by_the_user_are_added_to(front: str, rank: int, world
         twins.model.middle.bias.grad = twins.plain.middle.bias.grad = None
         twins.backward(2)
         twins.check_gradients()
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", ["orig", "fully_shard"])
+@pytest.mark.parametrize("large", [False, True])
+def test_U58_what_is_thawed_while_gradients_are_unsent(front: str, large: bool, rank: int, world: int) -> None:
+    """It has the gradient of the passes in which it was trained, and afterwards nothing of them is left."""
+    width = 70_000 if large else 6
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+
+    twins = Twins(build, front, (rank, world), inner=lambda m: [m[0]], run=lambda m, r, s: loss(m, points(r, s)))
+    both: tuple[Any, Any] = (twins.model, twins.plain)
+    for frozen in ("0.bias", "2.weight"):
+        for model in both:
+            model.zero_grad()
+            model.get_parameter(frozen).requires_grad_(False)
+        with unsynced(twins.model, front):
+            twins.backward(0)
+        for model in both:
+            model.get_parameter(frozen).requires_grad_(True)
+        with unsynced(twins.model, front):
+            twins.backward(1)
+        twins.backward(2)
+        twins.check_gradients()
+        for model in both:
+            model.zero_grad()
+        twins.backward(3)
+        twins.check_gradients()
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_gradient_is_no_view(front: str, rank: int, world: int) -> None:
+    """What older programs do in place of ``zero_grad`` works, and a change in place is that of one gradient only."""
+    twins = Twins(TinyMLP, front, (rank, world))
+    twins.backward(0)
+    gradients = [p.grad for p in twins.model.parameters() if p.grad is not None]
+    versions = [gradient._version for gradient in gradients]
+    gradients[0].detach_().zero_()
+    assert [gradient._version for gradient in gradients[1:]] == versions[1:]

@@ -301,3 +301,31 @@ def test_A18_a_change_after_unshard(rank: int, world: int, change: Any, again: b
     with torch.no_grad():
         torch.testing.assert_close(twins.model(points(rank, 0)[0]), twins.plain(points(rank, 0)[0]))
     twins.train(1)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("front", VISIBLE)
+def test_A20_the_same_memory_in_another_layout(rank: int, world: int, front: str) -> None:
+    """``.data =`` a view that begins where the rows do: honoured, or refused by its shape, before it is used."""
+    torch.manual_seed(5)
+    model: Any = shard(nn.Linear(4, 4, bias=False), front)
+    inputs = torch.eye(4)
+    whole = full_parameters(model, ["weight"])["weight"]
+    rows = model.weight.data
+    model.weight.data = rows.flip(0).T.contiguous().T.flip(0)  # other strides elsewhere: the control
+    torch.testing.assert_close(model(inputs), whole.T)
+    rows = model.weight.data
+    if rows.shape[0] == 4:
+        model.weight.data = rows.T
+        whole = whole.T
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, whole if rows.shape[0] == 4 else None)
+    expected = next((value for value in everyone if value is not None), whole)
+    torch.testing.assert_close(model(inputs), expected.T)
+    kept = model.weight.data
+    if kept.numel():
+        model.weight.data = kept.view(-1)
+        with pytest.raises(WritebackError, match="the shape changed"):
+            model(inputs)
+        model.weight.data = kept
+    torch.testing.assert_close(model(inputs), expected.T)

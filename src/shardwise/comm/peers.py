@@ -6,6 +6,7 @@ the background may talk while training goes on.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import threading
@@ -57,7 +58,8 @@ class Peers:
         members, limit_s = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
         if group not in _CHANNELS:
             introduce()
-            store = PrefixStore("shardwise/peers", group.get_group_store())
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may hold addresses of an earlier one
+            store = PrefixStore(f"shardwise/peers/{start}", group.get_group_store())
             try:
                 channel = dist.ProcessGroupGloo(
                     store, dist.get_rank(group), dist.get_world_size(group), timedelta(seconds=limit_s))

@@ -11,7 +11,7 @@ wire, or at least fp32 while gradients of several backward passes are added up u
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any
@@ -24,10 +24,11 @@ from ..plan.reduction import ReductionPlan, plan_reduction
 from ..storage.flat_buffer import FlatBuffer, TransportPool
 from ..storage.flat_storage import FlatStorage
 from ..torch_private import foreach_add, foreach_copy, never_traced, no_gradients
-from .targets import Binding, Cut, Target
+from .targets import Target, cuts_of
 
 __all__ = ["Collector"]
 
+_Key = tuple[int, int]  # the id of a storage, and an index
 _STRIDED, _layout = frozenset({torch.strided}), attrgetter("layout")
 
 
@@ -63,11 +64,12 @@ class Collector:
         self._eighths = any(s.compute_dtype.itemsize == 1 for s in self.live)
         return reduce(torch.promote_types, dtypes)
 
-    def rebuild(self) -> None:
-        """Plan for the parameters that are trained now, and listen to their leaves."""
+    def rebuild(self, others: Container[_Key] = ()) -> None:
+        """Plan for the parameters that are trained now, and for ``others``; listen to their leaves."""
         for handle in self._hooks:
             handle.remove()
-        flags = [[leaf.requires_grad for leaf in storage.leaves] for storage in self._storages]
+        flags = [[leaf.requires_grad or (id(storage), index) in others for index, leaf in enumerate(storage.leaves)]
+                 for storage in self._storages]
         chosen = [(s, f) for s, f in zip(self._storages, flags, strict=True) if any(f)]
         self.live = [storage for storage, _ in chosen]
         self.targets, self.plan, self.buffer = [], None, None
@@ -82,9 +84,31 @@ class Collector:
                     self.targets.append(Target(len(self.targets), storage, index, pieces))
         self._split = any(len(target.pieces) != 1 for target in self.targets)
         self._listen()
-        bindings = list(self._bindings())
-        self.cuts = [Cut(storage, [b for b in bindings if b.storage is storage], self.plan.chunk_numel)
-                     for storage in self.live if self.plan is not None]
+        self.cuts = cuts_of(self.live, self.targets, self.plan) if self.plan is not None else []
+
+    def take_in_leaves(self) -> None:
+        """Listen to the leaves that the storages have now, and to newly trained ones; what is unsent stays."""
+        known = {(id(target.storage), target.index): target for target in self.targets}
+        self.follow_leaves()
+        if all((id(storage), index) in known for storage in self._storages
+               for index, leaf in enumerate(storage.leaves) if leaf.requires_grad):
+            return
+        with no_gradients():
+            waiting, self._waiting = self._waiting, {}
+            unsent = {key: target.unsent() for key, target in known.items() if target in self._filled}
+            for key, target in known.items():
+                if target in waiting:
+                    came = waiting[target] * self.scale
+                    unsent[key] = came + unsent[key] if key in unsent else came
+            self._filled.clear()
+            self.close()
+            self.rebuild(known)
+            self.open(keep=True)
+            self._waiting = {target: unsent[key] for target in self.targets
+                             if (key := (id(target.storage), target.index)) in unsent}
+            scale, self.scale = self.scale, 1.0
+            self._flush()
+            self.scale = scale
 
     def follow_leaves(self) -> None:
         """Listen to the leaves that the storages have now, in their precision; what is unsent stays."""
@@ -112,18 +136,6 @@ class Collector:
         if not self._listens_to_all:
             self._listens_to_all = True
             self.follow_leaves()
-
-    def _bindings(self) -> Iterator[Binding]:
-        numbers = {(id(t.storage), t.index): t.number for t in self.targets}
-        for k, storage in enumerate(self.live):
-            assert self.plan is not None
-            base = self.plan.base[k]
-            for seen in storage.visible:
-                mine = tuple(numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers)
-                if mine:
-                    whole = bool(storage.hidden) and base is not None
-                    yield Binding(storage, seen, mine, storage.kind.tensor_class, seen.size, seen.stride,
-                                  base if whole and base is not None else self.plan.own[k][seen.indices[0]])
 
     def _listener(self, target: Target) -> Callable[[Tensor], None]:
         # weak: what a tensor's hooks hold is beyond the reach of Python's garbage collection

@@ -9,11 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..plan.reduction import Piece
+from ..plan.reduction import Piece, ReductionPlan
 from ..storage.flat_buffer import FlatBuffer
 from ..storage.flat_storage import FlatStorage, Visible
 
-__all__ = ["Binding", "Cut", "Target"]
+__all__ = ["Binding", "Cut", "Target", "cuts_of"]
 
 _Dims = tuple[int, ...] | None
 
@@ -86,6 +86,16 @@ class Target:
         else:
             self.views = [buffer.view(piece.target, (piece.numel,), (1,)) for piece in self.pieces]
 
+    def unsent(self) -> Tensor:
+        """What the views hold, in memory of its own, shaped like the leaf."""
+        shape = self.storage.layout.parameters[self.index].shape
+        if len(self.views) == 1:
+            return self.views[0].clone()
+        flat = self.leaf.new_zeros(prod(shape), dtype=self.views[0].dtype if self.views else None)
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            flat[piece.source : piece.source + piece.numel] = view
+        return flat.as_strided(shape, self.storage.formats[self.index].strides(shape))
+
     def sources(self, gradient: Tensor) -> Sequence[Tensor]:
         """The parts of ``gradient`` that belong to ``views``."""
         dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
@@ -93,3 +103,18 @@ class Target:
             return (dense,)
         flat = self.storage.formats[self.index].flatten(dense)
         return [flat[piece.source : piece.source + piece.numel] for piece in self.pieces]
+
+
+def cuts_of(live: Sequence[FlatStorage], targets: Sequence[Target], plan: ReductionPlan) -> list[Cut]:
+    """How this rank's chunk is cut into the gradients of each of the ``live`` storages."""
+    numbers = {(id(target.storage), target.index): target.number for target in targets}
+    cuts: list[Cut] = []
+    for k, storage in enumerate(live):
+        base, bindings = plan.base[k], list[Binding]()
+        for seen in storage.visible:
+            mine = tuple(numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers)
+            if mine:
+                offset = base if storage.hidden and base is not None else plan.own[k][seen.indices[0]]
+                bindings.append(Binding(storage, seen, mine, storage.kind.tensor_class, seen.size, seen.stride, offset))
+        cuts.append(Cut(storage, bindings, plan.chunk_numel))
+    return cuts

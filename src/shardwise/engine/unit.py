@@ -138,7 +138,7 @@ class Unit:
             self._replan |= storage.last_seen.follow_requires_grad(storage.visible, storage.leaves)
         if self._replan:
             if self.collector.holding:
-                self.collector.follow_leaves()  # what is unsent stays; replan once it has gone
+                self.collector.take_in_leaves()  # what is unsent stays; replan once it has gone
             else:
                 self.collector.rebuild()
                 self._replan = False

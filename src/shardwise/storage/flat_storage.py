@@ -163,7 +163,7 @@ class FlatStorage:
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             seen.parameter.data = self.local_view(seen).data
-        seen.pointer = seen.parameter.data_ptr()
+        seen.remember()
         self.last_seen.forget_places()
 
     def rehome(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -16,16 +16,18 @@ from .visible import Visible
 
 __all__ = ["LastSeen"]
 
-_place, _is_trained, _dtype = Tensor.data_ptr, attrgetter("requires_grad"), attrgetter("dtype")
+_place, _stride = Tensor.data_ptr, Tensor.stride
+_is_trained, _shape, _dtype = attrgetter("requires_grad"), attrgetter("shape"), attrgetter("dtype")
 
 
 class LastSeen:
     """The places in memory and the ``requires_grad`` of the visible parameters of one storage."""
 
-    __slots__ = ("_placeless", "_places", "_trained")
+    __slots__ = ("_forms", "_placeless", "_places", "_trained")
 
     def __init__(self) -> None:
         self._places: tuple[list[nn.Parameter], list[int]] | None = None
+        self._forms: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])  # shapes and strides
         self._placeless: list[nn.Parameter] = []
         self._trained: list[bool] = []
 
@@ -37,11 +39,13 @@ class LastSeen:
         """Was nothing moved, cast, frozen or trained since? To be asked without torch functions."""
         if self._places is None:
             self._places = [seen.parameter for seen in visible], [seen.pointer for seen in visible]
+            self._forms = [seen.form[0] for seen in visible], [seen.form[1] for seen in visible]
             self._placeless = [seen.parameter for seen in visible if not seen.pointer]
         parameters, expected = self._places
         return (
             [*map(_place, parameters)] == expected
             and [*map(_is_trained, parameters)] == self._trained
+            and [*map(_shape, parameters)] == self._forms[0] and [*map(_stride, parameters)] == self._forms[1]
             # the place tells the dtype, but for parameters without memory
             and {dtype}.issuperset(map(_dtype, self._placeless))
         )

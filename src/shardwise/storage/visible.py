@@ -32,7 +32,18 @@ class Visible:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     indices: tuple[int, ...]  #: the leaves that it stands for
-    pointer: int = 0  #: where its memory was when it was last pointed at the shard
+    pointer: int = 0  #: where its memory was when it was last pointed at the shard …
+    form: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  #: … and its shape and strides
+
+    def remember(self) -> None:
+        """The parameter was pointed at the shard just now."""
+        self.pointer, self.form = self.parameter.data_ptr(), (tuple(self.parameter.shape), self.parameter.stride())
+
+    @property
+    def moved(self) -> bool:
+        """Does it show other memory, or the same in another layout? To be asked without torch functions."""
+        shown = self.parameter
+        return shown.data_ptr() != self.pointer or (tuple(shown.shape), shown.stride()) != self.form
 
     @property
     def numel(self) -> int:

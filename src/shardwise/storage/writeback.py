@@ -40,10 +40,10 @@ def take_over_edits(storage: FlatStorage) -> bool:
     with without_torch_function():
         edited = [
             seen for seen in storage.visible
-            if seen.parameter.data_ptr() != seen.pointer or seen.parameter.dtype is not dtype
+            if seen.moved or seen.parameter.dtype is not dtype
         ]
         if storage.hidden:
-            edited += [seen for seen in storage.hidden if seen.parameter.data_ptr() != seen.pointer]
+            edited += [seen for seen in storage.hidden if seen.moved]
         if edited:
             _take_over(storage, edited)
     return bool(edited)
