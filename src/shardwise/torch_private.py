@@ -30,7 +30,7 @@ __all__ = [
     "load_hook_count", "made_after", "mark_foreach_supported", "never_traced", "no_gradients",
     "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward", "quick_gather",
     "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage",
-    "torch_spreads", "torch_wants_whole", "transform_under_way", "under_way", "unsafe_view", "without_torch_function",
+    "torch_spreads", "torch_wants_whole", "transform_under_way", "under_way", "without_torch_function",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -198,9 +198,6 @@ def run_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
         for hook in tuple((gradient_hooks(parameter)[1] or {}).values()):
             hook(parameter)
 
-
-#: ``tensor, size``: the memory in another shape, as a tensor of its own: no view, with which ``detach_()`` fails
-unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
 
 #: of a parameter: the dtype that its ``.grad`` must have; None: any
 gradient_dtype: Callable[[nn.Parameter], torch.dtype | None] = attrgetter("grad_dtype")

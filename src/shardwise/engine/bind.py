@@ -22,7 +22,6 @@ from ..torch_private import (
     gradient_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
-    unsafe_view,
     without_torch_function,
 )
 from .collect import Collector
@@ -53,8 +52,8 @@ def bind(collector: Collector, reduced: Reduced,
                     continue
                 gradient = pieces[number]
                 if size is not None:
-                    gradient = (unsafe_view(gradient, size) if stride is None else
-                                gradient.as_strided(size, stride, gradient.storage_offset()).data)
+                    gradient = (gradient.view(size) if stride is None else
+                                gradient.as_strided(size, stride, gradient.storage_offset())).data  # no view
                 gradient.__class__ = binding.kind
                 parameter = binding.seen.parameter
                 if (held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter)
