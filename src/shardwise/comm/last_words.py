@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 
-__all__ = ["absent", "introduce", "lost", "read", "read_all", "remember", "shortly", "tell", "words_of"]
+__all__ = ["absent", "introduce", "lost", "read", "read_all", "remember", "shortly", "show", "tell", "words_of"]
 
 _MOMENT_S = 2.0
 _LONGEST = 500
@@ -72,6 +72,12 @@ def tell(key: str, line: str) -> None:
     """Put ``line`` after what any rank has told under ``key``."""
     if (store := _Kept.store) is not None:
         shortly(lambda: store.append(key, line))
+
+
+def show(key: str, text: str) -> None:
+    """Let ``text`` be what is told under ``key``."""
+    if (store := _Kept.store) is not None:
+        shortly(lambda: store.set(key, text))
 
 
 def words_of(ranks: Iterable[int]) -> str:

@@ -108,7 +108,9 @@ class Passes:
             raise _left(said or [Note(rank, "", "") for rank in ahead], count, calls[place], members, describe)
         if not any(behind):
             recent = self.notes(last) if last >= max(abs(standing.count) for standing in standings) - 1 else []
-            require_agreement(calls, members, describe, "".join(f"; {note.text(last)}" for note in recent))
+            count = max(abs(standing.count) for standing in standings)
+            when = f", in pass {count} of the model" if count else ""
+            require_agreement(calls, members, describe, when + "".join(f"; {note.text(last)}" for note in recent))
         return not any(behind)
 
     def _key(self, count: int) -> str:

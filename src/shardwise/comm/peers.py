@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..errors import PeerError
+from ..errors import DivergenceError, PeerError
 from ..torch_private import group_timeout
 from .agreement import LOOK_THERE
+from .crossing import Crossing
 from .last_words import introduce, lost
 from .rendezvous import host_name
 from .vigil import Signs, begin_beats, lost_after
@@ -60,6 +62,7 @@ class Peers:
             introduce()
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may hold addresses of an earlier one
             store = PrefixStore(f"shardwise/peers/{start}", group.get_group_store())
+            _muster(store, members, limit_s)
             try:
                 channel = dist.ProcessGroupGloo(
                     store, dist.get_rank(group), dist.get_world_size(group), timedelta(seconds=limit_s))
@@ -76,7 +79,7 @@ class Peers:
             return [word]
         try:
             return self._gather(self._channel, pickle.dumps(word))
-        except PeerError:
+        except (PeerError, DivergenceError):
             raise
         except RuntimeError as error:
             raise _lost(self._members, error) from error
@@ -93,6 +96,7 @@ class Peers:
     def _wait(self, work: Any) -> None:
         """A rank may be busy for long; but look whether it lives."""
         signs, limit_s = Signs(), min(lost_after() or self._limit_s, self._limit_s)
+        crossing = _crossing(self._members)
         while True:
             try:
                 work.wait(timedelta(seconds=min(limit_s / 16, 1.0)))
@@ -103,6 +107,34 @@ class Peers:
                 if lost := signs.lost(self._members, limit_s):
                     _keep(self._channel, work)
                     raise _lost(self._members, error, lost) from error
+                try:
+                    crossing.look(self._members)
+                except DivergenceError:
+                    _keep(self._channel, work)
+                    raise
+
+
+def _crossing(members: Sequence[int]) -> Crossing:
+    return Crossing(f"words of {tuple(members)}", "an exchange of words, as a checkpoint needs it")
+
+
+def _muster(store: Any, members: Sequence[int], limit_s: float) -> None:
+    """Wait until all ranks want a channel, for gloo looks at nobody while it connects."""
+    keys = {rank: f"here/{rank}" for rank in members}
+    store.set(keys[dist.get_rank()], "")
+    signs, crossing, pause = Signs(), _crossing(members), 0.001
+    began = look = time.monotonic()
+    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+        time.sleep(pause)
+        pause, now = min(2 * pause, 0.05), time.monotonic()
+        if now - look >= min((lost_after() or limit_s) / 16, 1.0):
+            look = now
+            crossing.look(missing)
+            lost = signs.lost(missing, min(lost_after() or limit_s, limit_s))
+            if not lost and now - began > limit_s:
+                lost = dict.fromkeys(missing, f"did not come within {limit_s:g} s")
+            if lost:
+                raise _lost(members, TimeoutError("while ranks meet for a checkpoint or the like"), lost)
 
 
 def _keep(*things: object) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .agreement import Call, DescribeTag
 
 if TYPE_CHECKING:
+    from .crossing import Crossing
     from .passes import Passes
     from .vigil import Signs
 
@@ -18,7 +19,7 @@ __all__ = ["Waiting"]
 class Waiting:
     """One wait; inside it, this process waits for the other ranks of a collective."""
 
-    __slots__ = ("_before", "after", "call", "describe", "members", "missing", "next_look", "passes",
+    __slots__ = ("_before", "after", "call", "crossing", "describe", "members", "missing", "next_look", "passes",
                  "signs", "since")
     now: ClassVar[Waiting | None] = None  #: what this process waits in
 
@@ -31,6 +32,7 @@ class Waiting:
         self.since = time.monotonic()
         self.next_look = self.since + 1.0  #: when to look whether those that are missing can come (``vigil``) …
         self.signs: Signs | None = None  #: … and what was seen then
+        self.crossing: Crossing | None = None
         self._before = Waiting.now
 
     def __enter__(self) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from .agreement import peer_error
 from .beats import Beats
+from .crossing import Crossing
 from .last_words import absent, words_of
 from .passes import notice_leavers
 from .underway import Waiting
@@ -91,6 +92,10 @@ def look(wait: Waiting) -> None:
     limit_s = lost_after()
     wait.next_look = time.monotonic() + min(_EVERY * limit_s or 1.0, 1.0)
     notice_leavers(wait)
+    if wait.missing is not None:  # else it is not known who has come here
+        if wait.crossing is None:
+            wait.crossing = Crossing(f"collectives of {wait.members}", wait.call.subject(wait.describe))
+        wait.crossing.look(wait.needed())
     if not limit_s:
         return
     if wait.signs is None:
