@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "NO_HOOKS", "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype",
-    "bare_tensor", "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm", "foreach_scale",
+    "bare_tensor", "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm",
     "forget_foreach_supported", "gradient_dtype", "gradient_hooks", "group_timeout", "has_levels",
     "hook_gradient", "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "levels_of",
     "load_hook_count", "made_after", "mark_foreach_supported", "never_traced", "no_gradients",
@@ -42,8 +42,7 @@ _GATHER.asyncOp = _REDUCE_SCATTER.asyncOp = True
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass has finished, by the engine's queue (no public way)."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def in_backward() -> bool:
@@ -51,9 +50,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict in which ``module`` keeps its buffers; a wrapper has the same one, which tells them as one."""
-    return module._buffers
+#: the dict in which a module keeps its buffers; a wrapper has the same one, which tells them as one
+buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
@@ -239,26 +237,14 @@ class no_gradients:
 
 #: ``targets, sources``: copy each source to its target, casts included, in one call (the public form is a loop)
 foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+#: the same, added
+foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 
 
-def foreach_add(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Add each source to its target in one call."""
-    torch._foreach_add_(targets, sources)
-
-
-def foreach_scale(targets: list[Tensor], factor: float) -> None:
-    """Multiply each target in one call."""
-    torch._foreach_mul_(targets, factor)
-
-
-def foreach_norm() -> Any:
-    """The function that torch's ``clip_grad_norm_`` calls for a list of gradients."""
-    return torch._foreach_norm
-
-
-def scaler_check() -> Any:
-    """The function with which ``torch.amp.GradScaler`` unscales and looks for infinities."""
-    return torch._amp_foreach_non_finite_check_and_unscale_
+#: what torch's ``clip_grad_norm_`` calls for a list of gradients
+foreach_norm: Any = torch._foreach_norm
+#: with what ``torch.amp.GradScaler`` unscales and looks for infinities
+scaler_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def group_timeout(group: Any, device: torch.device) -> float:
@@ -286,16 +272,14 @@ def torch_wants_whole() -> Wish | None:
 
 def torch_spreads() -> bool:
     """Does ``torch.distributed.checkpoint.state_dict`` load into a model what only rank 0 has?"""
-    found = _in_helper("_load_model_state_dict")
-    return found is not None and found["info"].broadcast_from_rank0
+    return (found := _in_helper("_load_model_state_dict")) is not None and found["info"].broadcast_from_rank0
 
 
 def _in_helper(*names: str) -> dict[str, Any] | None:
     """The variables of one of torch's checkpoint helpers that is under way."""
     helpers = sys.modules.get("torch.distributed.checkpoint.state_dict")
     codes = [inspect.unwrap(getattr(helpers, name)).__code__ for name in names if getattr(helpers, name, None)]
-    frame = _frame_of(*codes) if codes else None
-    return None if frame is None else frame.f_locals
+    return frame.f_locals if codes and (frame := _frame_of(*codes)) is not None else None
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):

@@ -25,7 +25,7 @@ from .agreement import (
     scatter_call,
     tensor_call,
 )
-from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
+from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
 from .exchanges import Messages, Steps
 from .wire import Wire
 
@@ -49,13 +49,13 @@ class MatchedCollectives(Collectives):
     def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
         call = gather_call(out, shard, self.size, tag)
         if self.size == 1:
-            return _copy(out, shard)
+            return copy_alone(out, shard)
         return self._start(call, partial(exchanges.gather, out=out, shard=shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
-            return _copy(out, full)
+            return copy_alone(out, full)
         require_reducible("reduce_scatter", full)
         return self._start(call, partial(exchanges.reduce_scatter, out=out, full=full, combine=torch.add))
 
@@ -72,7 +72,7 @@ class MatchedCollectives(Collectives):
         self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
     ) -> Handle:
         if self.size == 1:
-            return _copy(out, full)
+            return copy_alone(out, full)
         call = tensor_call(Kind.ALL_TO_ALL, full[:0], tag)  # the sizes differ between ranks
         return self._start(call, partial(exchanges.all_to_all, out=out, full=full, received=received, sent=sent))
 
@@ -103,10 +103,3 @@ class MatchedCollectives(Collectives):
         self._wire.start(self, comparison, partial(exchanges.gather, out=table, shard=mine)).wait()
         calls = [Call(*row) for row in table.view(self.size, len(call)).tolist()]
         require_agreement(calls, self.members, self.describe_tag)
-
-
-def _copy(out: Tensor, source: Tensor) -> Handle:
-    """A group of one: nothing to combine."""
-    if out.data_ptr() != source.data_ptr():
-        out.copy_(source)
-    return DONE

@@ -35,7 +35,7 @@ from .agreement import (
     scatter_call,
     tensor_call,
 )
-from .collectives import DONE, VARIANT, Collectives, Handle, Reduction
+from .collectives import DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
 from .failures import explained
 from .logbook import Logbook, own_store
 from .underway import Waiting
@@ -97,7 +97,7 @@ class ProcessGroupCollectives(Collectives):
             return self._launch(self._gathers[tag], quick_gather, out, shard, quick=True)
         call = gather_call(out, shard, self.size, tag)
         if self.size == 1:
-            return _copy(out, shard)
+            return copy_alone(out, shard)
         if not self._agreed(call, out):
             return DONE
         return self._launch(call, _gather, _wire(out), _wire(shard))
@@ -107,7 +107,7 @@ class ProcessGroupCollectives(Collectives):
             return self._launch(self._scatters[tag], quick_reduce_scatter, out, full, quick=True)
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
-            return _copy(out, full)
+            return copy_alone(out, full)
         require_reducible("reduce_scatter", full)
         if not self._agreed(call, out):
             return DONE
@@ -139,7 +139,7 @@ class ProcessGroupCollectives(Collectives):
     ) -> Handle:
         call = Call(Kind.ALL_TO_ALL, tag)  # the sizes differ between ranks
         if self.size == 1:
-            return _copy(out, full)
+            return copy_alone(out, full)
         self._agreed(call, full)
         return self._launch(call, dist.all_to_all_single, _wire(out), _wire(full),
                             output_split_sizes=list(received), input_split_sizes=list(sent))
@@ -289,10 +289,3 @@ def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor as transports can move it: as it is, or as bytes where the dtype is unusual."""
     return tensor if tensor.dtype in REDUCIBLE else tensor.view(torch.uint8)
-
-
-def _copy(out: Tensor, source: Tensor) -> Handle:
-    """A group of one: nothing to combine."""
-    if out.data_ptr() != source.data_ptr():
-        out.copy_(source)
-    return DONE

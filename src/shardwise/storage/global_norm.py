@@ -255,6 +255,6 @@ _KEEPS_PARTIAL: frozenset[Any] = frozenset({
 })
 _HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(_NORMS, _norm),
-    foreach_norm(): _norms_of_list,
-    scaler_check(): _check_and_unscale,
+    foreach_norm: _norms_of_list,
+    scaler_check: _check_and_unscale,
 }
