@@ -25,24 +25,13 @@ from shardwise.engine.reduce import Reducer
 from shardwise.engine.session import Session
 from shardwise.engine.unit import Unit
 from tests.bed import ranks
+from tests.bed.bomb import bomb
 from tests.bed.fronts import FRONTS, full_gradients, shard, units
 from tests.bed.parity import assert_same_tensors
 
 
 class Failure(Exception):
     """On purpose."""
-
-
-class Bomb(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Failure("in backward")
 
 
 class Net(nn.Module):
@@ -146,7 +135,7 @@ def _hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: A
 
 
 def _trap(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return Bomb.apply(output)
+    return bomb(output, Failure("in backward"))
 
 
 def _raise(*_: Any) -> None:

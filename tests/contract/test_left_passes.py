@@ -21,17 +21,8 @@ from shardwise.comm import rendezvous
 from shardwise.comm.choose import close_all
 from shardwise.errors import LeftPassError, PeerError
 from tests.bed import ranks
+from tests.bed.bomb import bomb
 from tests.bed.fronts import over_the_group
-
-
-class _Bomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("bad gradient")
 
 
 def _raise(*_: Any) -> None:
@@ -59,7 +50,7 @@ def _harmed(model: nn.Sequential, phase: str, on: bool) -> Iterator[None]:
         yield
         return
     handle = (model[1].register_forward_pre_hook(_raise) if phase == "forward"
-              else model[1].register_forward_hook(lambda _module, _args, output: _Bomb.apply(output)))
+              else model[1].register_forward_hook(lambda *given: bomb(given[-1], ValueError("bad gradient"))))
     try:
         yield
     finally:

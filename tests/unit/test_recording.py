@@ -24,6 +24,7 @@ from shardwise.engine.settings import Schedule, Settings
 from shardwise.engine.unit import Unit
 from shardwise.plan.lifecycle import Residency
 from shardwise.plan.options import BackwardPrefetch, Precision
+from tests.bed.bomb import bomb
 from tests.bed.recording import Race, Recorder, RecordingLane, recorded
 
 SCHEDULES = {
@@ -163,18 +164,9 @@ def test_A20_an_edit_inside_forward_is_seen_by_the_gather() -> None:
 
 
 def test_C22_memory_is_not_reused_under_an_abandoned_reduction() -> None:
-    class Bomb(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            raise MemoryError("on purpose")
-
     with recorded() as recorder:
         model, units = build(SCHEDULES["pre"])
-        hook = model.blocks[0].register_forward_hook(lambda module, args, output: Bomb.apply(output))
+        hook = model.blocks[0].register_forward_hook(lambda *given: bomb(given[-1], MemoryError("on purpose")))
         with pytest.raises(MemoryError, match="on purpose"):
             model(torch.arange(6)).sum().backward()
         assert any(unit.sent is not None for unit in units)
