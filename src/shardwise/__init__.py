@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from . import api as api
+from . import checkpoint as checkpoint
+from . import comm_hooks as comm_hooks
+from . import errors as errors
+from . import fully_sharded_data_parallel as fully_sharded_data_parallel
+from . import sharded_grad_scaler as sharded_grad_scaler
+from . import wrap as wrap
 from .engine.stuck import report_stuck
 from .frontend.clip import clip_grad_norm, clip_grad_value
 from .frontend.communication import share_comm_ctx

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -28,3 +30,14 @@ def test_the_names_are_those_of_torchs_modules() -> None:
     theirs = importlib.import_module("torch.distributed.fsdp.fully_sharded_data_parallel")
     ours = importlib.import_module("shardwise.fully_sharded_data_parallel")
     assert [name for name in ours.__all__ if getattr(theirs, name, None) is None] == []
+
+
+def test_they_are_there_after_import_shardwise_alone() -> None:
+    """As ``torch.distributed.fsdp.wrap`` is after ``import torch.distributed.fsdp``; in a fresh interpreter."""
+    seen = ("import shardwise; print(shardwise.wrap.ModuleWrapPolicy, shardwise.api.ShardingStrategy, "
+            "shardwise.fully_sharded_data_parallel.FullyShardedDataParallel, "
+            "shardwise.sharded_grad_scaler.ShardedGradScaler, shardwise.comm_hooks.DefaultState, "
+            "shardwise.checkpoint.save, shardwise.errors.DivergenceError)")
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ModuleWrapPolicy" in done.stdout
