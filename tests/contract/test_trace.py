@@ -137,6 +137,18 @@ def test_what_is_not_hidden_is_communication_without_computation(tmp_path: Path)
     assert shown.exit_code == 0 and "not hidden 0.01 ms (41%)" in shown.output
 
 
+def test_a_summary_is_printed_as_a_table() -> None:
+    spans = [Span("gather", "layers.0", "gather", 0, 1500), Span("compute", "(root)", "compute", 750, 20_000)]
+    assert str(summarise(spans)).splitlines() == [
+        "unit      compute ms  copy ms  gather ms  reduce ms",
+        "layers.0        0.00     0.00       1.50       0.00",
+        "(root)         19.25     0.00       0.00       0.00",
+        "communication 1.50 ms, of which not hidden 0.75 ms (50%)"]
+    assert str(summarise([])).splitlines()[-1] == "communication 0.00 ms, of which not hidden 0.00 ms (0%)"
+    traced = trace_module.Trace(Path("step.json"), spans)
+    assert str(traced) == f"step.json\n{traced.summary}"
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ConfigurationError, match=r"x.json is no trace of shardwise"):

@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals. ``exposed`` is the part of ``communication`` in which nothing is computed."""
+    """Totals; ``print`` it for a table. ``exposed``: the part of ``communication`` in which nothing is computed."""
 
     by_unit: dict[str, dict[str, float]]  #: unit -> kind -> microseconds
     communication: float
@@ -46,6 +46,17 @@ class Summary:
     def share(self) -> float:
         """The share of communication that is not hidden behind computation, 0 to 1."""
         return self.exposed / self.communication if self.communication else 0.0
+
+    def __str__(self) -> str:
+        width = max(map(len, ("unit", *self.by_unit)))
+        heads = [f"{kind} ms" for kind in KINDS]
+        lines = ["  ".join([f"{'unit':<{width}}", *heads])]
+        for unit, totals in self.by_unit.items():
+            cells = [f"{totals[kind] / 1e3:>{len(head)}.2f}" for kind, head in zip(KINDS, heads, strict=True)]
+            lines.append("  ".join([f"{unit:<{width}}", *cells]))
+        lines.append(f"communication {self.communication / 1e3:.2f} ms, "
+                     f"of which not hidden {self.exposed / 1e3:.2f} ms ({self.share:.0%})")
+        return "\n".join(lines)
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:

@@ -79,7 +79,7 @@ class _Work:
 
 @dataclass
 class Trace:
-    """What was seen. ``spans`` and ``summary`` are there when the context has been left."""
+    """What was seen; ``print`` it for a table. ``spans`` and ``summary`` are there when the context has been left."""
 
     path: Path
     spans: list[Span] = field(default_factory=list[Span])
@@ -88,6 +88,9 @@ class Trace:
     def summary(self) -> Summary:
         """Totals of each unit, and ``share``: the part of communication that was not hidden."""
         return summarise(self.spans)
+
+    def __str__(self) -> str:
+        return f"{self.path}\n{self.summary}"
 
 
 @contextmanager
