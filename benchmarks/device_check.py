@@ -99,7 +99,7 @@ def check_speed(check: Check) -> Found:
     rows = {row.name: {"step_ms": 1e3 * spread(row.seconds).median, "of_plain": report.ratio(row.name, "plain").median,
                        "peak_MB": row.peak_bytes / 1e6, "loss": row.losses[-1],
                        "issue_ms": 1e3 * spread(row.issue_seconds or row.seconds).median} for row in report.rows}
-    return {"ok": report.agrees, "rows": rows, "samples": report.as_dict()}
+    return {"ok": report.agrees and not report.left_out, "rows": rows, "samples": report.as_dict()}
 
 
 def check_host(check: Check) -> Found:
@@ -114,7 +114,7 @@ def check_host(check: Check) -> Found:
     report = measure(workload, _contenders(), Setup((TinyBlock,), check.device), Rounds(3 if check.tiny else 15, 3))
     best = {row.name: min(row.issue_seconds or row.seconds) for row in report.rows}
     each = {name: (seconds - best["plain"]) / units * 1e6 for name, seconds in best.items() if name != "plain"}
-    return {"ok": report.agrees, "us_per_unit": each}
+    return {"ok": report.agrees and not report.left_out, "us_per_unit": each}
 
 
 def check_streams(check: Check) -> Found:

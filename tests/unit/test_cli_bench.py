@@ -40,6 +40,11 @@ def mine() -> tuple[Any, Any]:
     return Net, lambda rank, number: (torch.full((5, 4), float(rank + number)),)
 
 
+def frozen() -> tuple[Any, Any]:
+    """Only the inputs have gradients."""
+    return (lambda: Net().requires_grad_(False)), lambda rank, number: (torch.ones(5, 4, requires_grad=True),)
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", *arguments])
 
@@ -60,6 +65,21 @@ def test_a_model_of_the_users_own() -> None:
     done = run("--model", f"{__name__}:mine", "--contenders", "fully_shard", "--rounds", "1", "--accumulate", "2")
     assert done.exit_code == 0, done.output
     assert "samples/s" in done.output and "2 batches a step" in done.output
+
+
+def test_a_contender_that_refuses_the_model_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    few = ["--model", f"{__name__}:frozen", "--rounds", "1", "--warmup", "1", "--json", str(tmp_path / "b.json")]
+    with patch.object(contenders, "PEERS", "shardwise_peers_that_are_not_there"):
+        done = run(*few)
+    assert done.exit_code == 0, done.output  # nobody asked for it
+    assert "ddp did not run: RuntimeError: DistributedDataParallel is not needed" in done.output
+    assert "× wrapper" in done.output and "losses agree" in done.output
+    assert "FSDP1, FSDP2 and DeepSpeed are left out: there is no module shardwise_peers_that_are" in done.output
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["wrapper", "fully_shard"]
+    assert found["left_out"][0]["name"] == "ddp" and "Traceback" in found["left_out"][0]["trace"]
+    asked = run(*few, "--contenders", "fully_shard,ddp")
+    assert asked.exit_code == 1 and "ddp did not run" in asked.output and "left out: " not in asked.output
 
 
 def test_units_of_a_users_model_are_its_repeated_blocks() -> None:

@@ -8,6 +8,7 @@ and looked up (see ``docs/design/005-peers-in-the-benchmark.md``).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ..errors import ConfigurationError
 from ..wrap import ModuleWrapPolicy
 from .workload import Batch, named_object
 
-__all__ = ["OWN", "PEERS", "Contender", "Setup", "Trainer", "contenders_for", "unsent"]
+__all__ = ["OWN", "PEERS", "Contender", "Setup", "Trainer", "contenders_for", "lacking_peers", "unsent"]
 
 #: the module that knows the peers; installed with the library, beside it
 PEERS = "shardwise_peers"
@@ -144,6 +145,14 @@ def contenders_for(names: Sequence[str], extra: Sequence[str] = ()) -> dict[str,
         name, _, place = pair.partition("=")
         chosen[name] = named_object(place)
     return chosen
+
+
+def lacking_peers() -> str:
+    """What to say where the module of the peers is not there; empty where it is."""
+    if importlib.util.find_spec(PEERS) is not None:
+        return ""
+    return (f"FSDP1, FSDP2 and DeepSpeed are left out: there is no module {PEERS}. It is a package in shardwise's "
+            "repository and is installed with it: pip install, or PYTHONPATH, from there.")
 
 
 def _peers() -> dict[str, Contender]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Report", "Row", "Spread", "spread"]
+__all__ = ["LeftOut", "Report", "Row", "Spread", "spread"]
 
 
 class Spread(NamedTuple):
@@ -43,6 +43,15 @@ class Row:
 
 
 @dataclass
+class LeftOut:
+    """A contender that raised, on one rank at least."""
+
+    name: str
+    error: str  #: ``ValueError: …``, the first line
+    trace: str = ""  #: of the rank that raised, the first of several
+
+
+@dataclass
 class Report:
     """A run. ``items``: tokens or samples of one step, of all ranks together."""
 
@@ -55,7 +64,8 @@ class Report:
     strategy: str
     accumulation: int
     tolerance: float
-    rows: list[Row]
+    rows: list[Row]  #: of the contenders that ran
+    left_out: list[LeftOut] = field(default_factory=list[LeftOut])
 
     def ratio(self, name: str, base: str) -> Spread:
         """Step time of ``name`` over that of ``base``, round by round."""

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.contenders import Setup, contenders_for
+from ..bench.contenders import Setup, contenders_for, lacking_peers
 from ..bench.measuring import Rounds, measure
 from ..bench.picture import draw, require_matplotlib
 from ..bench.results import Report, spread
@@ -60,24 +60,29 @@ def bench(
 
     torchrun --nproc-per-node 2 -m shardwise bench
 
-    Exit code 1 if the contenders' losses differ.
+    A contender that raises is left out, and the report says why. Exit code 1 if the contenders' losses differ, or one
+    that was named did not run.
     """
     if picture is not None:
         require_matplotlib()
     workload = of_user(model) if model else built_in(width=width, layers=layers, heads=heads, context=context,
                                                      vocabulary=vocabulary, batch=batch)
-    chosen = contenders_for([name for name in contenders.split(",") if name], contender or [])
+    named = [name for name in contenders.split(",") if name]
+    chosen = contenders_for(named, contender or [])
     with _group() as device:
         setup = Setup(workload.kinds, device, torch.bfloat16 if precision is Precision.BF16 else None,
                       strategy is Strategy.FULL)
         report = measure(workload, chosen, setup, Rounds(rounds, warmup, accumulate, seed))
         if dist.get_rank() == 0:
             _show(report)
+            if not named and (text := lacking_peers()):
+                typer.echo(text)
             if to_json is not None:
                 to_json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
             if picture is not None:
                 draw(report, picture)
-    sys.exit(0 if report.agrees else 1)
+    asked = {*named, *(pair.partition("=")[0] for pair in contender or [])}
+    sys.exit(0 if report.agrees and not asked & {one.name for one in report.left_out} else 1)
 
 
 @contextmanager
@@ -113,6 +118,8 @@ def _show(report: Report) -> None:
                f"{report.accumulation} batches a step")
     console = Console()
     Console(width=None if console.is_terminal else 120).print(table)
+    for one in report.left_out:
+        typer.echo(f"{one.name} did not run: {one.error}")
     if report.device != "cpu":
         issue = ", ".join(f"{row.name} {1e3 * spread(row.issue_seconds).median:.1f}" for row in report.rows)
         typer.echo(f"host time of a step, ms: {issue}")
