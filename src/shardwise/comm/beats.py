@@ -60,7 +60,8 @@ class Beats:
 def _beat(group: Callable[[], object], store: Any, rank: int, every_s: float) -> None:
     number = 0
     with suppress(RuntimeError, OSError):  # the store is gone
-        while group() is not None:
+        while (alive := group()) is not None and alive is dist.group.WORLD:
+            del alive
             number += 1
             store.set(f"shardwise/beat/{rank}", f"{number} {Beats.doing()}")
             time.sleep(every_s)

@@ -63,7 +63,10 @@ def collectives_for(
     if shared_memory and obstacle:
         raise ConfigurationError(f"shared memory cannot carry this group ({obstacle})", remedy=_REMEDY)
     choice = None if obstacle else bool(shared_memory)
-    transports, key = _kept.by_group.setdefault(group, {}), (choice, device.type)
+    if group not in _kept.by_group:
+        _kept.by_group[group] = {}
+        weakref.finalize(group, _close, _kept.by_group[group], "its process group was destroyed").atexit = False
+    transports, key = _kept.by_group[group], (choice, device.type)
     if key not in transports:
         introduce()
         lost_after()  # a wrong setting shall be an error now
@@ -86,9 +89,14 @@ def close_all() -> None:
     """Close every transport of this process. Safe at any time, and twice."""
     while _kept.by_group:
         _, transports = _kept.by_group.popitem()
-        for transport in transports.values():
-            transport.close()
+        _close(transports, "it was closed")
     _kept.arena = None
+
+
+def _close(transports: dict[tuple[bool | None, str], Collectives], why: str) -> None:
+    """A model may keep transports after their group, until the garbage collector finds it."""
+    while transports:
+        transports.popitem()[1].close(why)
 
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

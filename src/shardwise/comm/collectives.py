@@ -138,5 +138,5 @@ class Collectives(ABC):
     def compare_calls(self, on: bool) -> None:
         """Compare what ranks are about to run, where this transport does not always do so."""
 
-    def close(self) -> None:
+    def close(self, why: str = "it was closed") -> None:
         """Give back what the transport holds (memory, sockets, threads). Safe to call twice."""

@@ -116,7 +116,7 @@ class Gate:
         return all(block[_COUNT] > self._count + 1 - _PLACES for block in self._blocks)
 
     def shut(self, reason: str) -> None:
-        """Tell the peers that this rank comes no more, and free the descriptors. Safe to call twice."""
+        """Tell the peers that this rank comes no more, and free descriptors and their memory. Safe to call twice."""
         if self._shut is not None or os.getpid() != self._owner:
             return
         self._shut = reason
@@ -124,6 +124,7 @@ class Gate:
         self._ring()
         for descriptor in (self._bell, *(fd for peer in self._peers for fd in (peer.bell, peer.life))):
             os.close(descriptor)
+        self._peers, self._blocks, self._others = [], [], {}
 
     def _wait(self, call: Call, passes: Passes | None) -> None:
         if self._missing():
@@ -175,7 +176,7 @@ class Gate:
             raise CommunicationError(
                 f"the shared-memory group of {_ranks(self._members)} is closed, so there is no "
                 f"{call.subject(self.describe_tag)} ({self._shut})",
-                remedy="After a lost rank, start the job again.")
+                remedy="After a lost rank, start the job again; destroy a process group after its models' last use.")
 
     def _ring(self) -> None:
         for peer in self._peers:

@@ -70,12 +70,13 @@ class HierarchicalCollectives(Collectives):
         self._host, lane = divmod(self.rank, self._width)
         if self.size != dist.get_world_size():
             raise SharedMemoryUnavailable("the group has only some of the ranks", one_host=False)
-        self._small = _small_groups(group, hosts, self._host, lane, timeout_s)
-        inside = _inside(self._small.host, group, arena, timeout_s)
+        small = _small_groups(group, hosts, self._host, lane, timeout_s)
+        self._small = weakref.ref(small)
+        inside = _inside(small.host, group, arena, timeout_s)
         if inside is None:
             raise SharedMemoryUnavailable("a host's ranks could not share memory", one_host=False)
         self._inside = inside
-        self._across = MatchedCollectives(self._small.column)
+        self._across = MatchedCollectives(small.column)
 
     @property
     def arena(self) -> Arena:
@@ -130,8 +131,9 @@ class HierarchicalCollectives(Collectives):
         with self._attending(call):
             self._agree(call)
 
-    def close(self) -> None:
-        self._inside.close()
+    def close(self, why: str = "it was closed") -> None:
+        self._inside.close(why)
+        self._across.close(why)
 
     def _agree(self, call: Call) -> None:
         self._inside.describe_tag = self._across.describe_tag = self.describe_tag
@@ -209,7 +211,8 @@ class HierarchicalCollectives(Collectives):
         except BaseException as error:
             self._inside.close()
             self._across.leave()
-            self._small.leave()
+            if (small := self._small()) is not None:
+                small.leave()
             if isinstance(error, CommunicationError) or not isinstance(error, RuntimeError):
                 raise
             raise explained(error, call, self) from error

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class _Kept:
-    store: Any = None
+    group: ClassVar[Any] = staticmethod(lambda: None)  #: the default group; weak, for its store is free with it
     rank = 0
     cards: ClassVar[dict[int, tuple[str, int]]] = {}  #: host and process of those that were looked up
     before: _Hook | None = None  #: the hook that was there
@@ -46,37 +47,31 @@ def introduce() -> None:
         return
     group = dist.group.WORLD
     assert group is not None
-    store, rank = group.get_group_store(), dist.get_rank()
-    if _Kept.store is store:
+    if _Kept.group() is group:
         return
-    _Kept.store, _Kept.rank = store, rank
+    _Kept.group, _Kept.rank = weakref.ref(group), dist.get_rank()
     _Kept.cards.clear()
-    shortly(lambda: store.set(f"shardwise/rank/{rank}", json.dumps([_host(), os.getpid()])))
+    show(f"shardwise/rank/{_Kept.rank}", json.dumps([_host(), os.getpid()]))
     if _Kept.before is None:
         _Kept.before, sys.excepthook = sys.excepthook, _last_words
 
 
 def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, PeerError):  # a survivor has nothing new to say
-        _say(f"{kind.__name__}: {error}")
+        show(f"shardwise/words/{_Kept.rank}", f"{kind.__name__}: {error}"[:_LONGEST])
     assert _Kept.before is not None
     _Kept.before(kind, error, trace)
 
 
-def _say(text: str) -> None:
-    store, key = _Kept.store, f"shardwise/words/{_Kept.rank}"
-    shortly(lambda: store.set(key, text[:_LONGEST]))
-
-
 def tell(key: str, line: str) -> None:
     """Put ``line`` after what any rank has told under ``key``."""
-    if (store := _Kept.store) is not None:
+    if (store := _store()) is not None:
         shortly(lambda: store.append(key, line))
 
 
 def show(key: str, text: str) -> None:
     """Let ``text`` be what is told under ``key``."""
-    if (store := _Kept.store) is not None:
+    if (store := _store()) is not None:
         shortly(lambda: store.set(key, text))
 
 
@@ -155,10 +150,15 @@ def read(key: str) -> str | None:
 
 def read_all(keys: Sequence[str]) -> list[str]:
     """What was told under each of ``keys``; empty where nothing was, or the store does not answer."""
-    if (store := _Kept.store) is None or not keys:
+    if (store := _store()) is None or not keys:
         return [""] * len(keys)
     found = shortly(lambda: [store.get(key).decode() if store.check([key]) else "" for key in keys])
     return found or [""] * len(keys)
+
+
+def _store() -> Any:
+    group = _Kept.group()
+    return None if group is None else group.get_group_store()
 
 
 def shortly(action: Callable[[], Any]) -> Any:

@@ -79,13 +79,16 @@ class MatchedCollectives(Collectives):
     def barrier(self) -> None:
         self._start(Call(int(Kind.BARRIER)), exchanges.barrier).wait()
 
+    def close(self, why: str = "it was closed") -> None:
+        self._wire.close(why)
+
     def run(self, call: Call, steps: Callable[[Messages], Steps]) -> Handle:
         """A collective that the caller makes out of messages; all ranks give the same ``call``."""
         return self._wire.start(self, call, steps)
 
     def leave(self) -> None:
         """This rank failed in the middle of something and comes no more; the others hear of it at once."""
-        self._wire.leave()
+        self._wire.leave("this rank failed in the middle of a collective")
 
     def _start(self, call: Call, steps: Callable[[Messages], Steps]) -> Handle:
         if self.size == 1:

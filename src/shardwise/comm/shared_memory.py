@@ -65,7 +65,7 @@ class SharedMemoryCollectives(Collectives):
         self._arena = offer.arena
         self._segments = [peer.segment for peer in peers]
         self._gate = Gate(self.rank, peers, timeout_s)
-        self._shut = weakref.finalize(self, self._gate.shut, "it was closed")
+        weakref.finalize(self, self._gate.shut, "it was closed")
         self._attendance = _Attendance(self._gate, self)
         # Own part first, then the next ranks, so that not all ranks read from one at a time.
         self._turns = [(self.rank + step) % self.size for step in range(self.size)]
@@ -165,8 +165,9 @@ class SharedMemoryCollectives(Collectives):
             self._gate.cross(call)
         return DONE
 
-    def close(self) -> None:
-        self._shut()
+    def close(self, why: str = "it was closed") -> None:
+        self._gate.shut(why)
+        self._segments.clear()
 
     def _combine_whole(self, call: Call, tensor: Tensor, operation: Callable[..., Tensor]) -> None:
         opened = self._staged(tensor)  # peers read the copy while this rank writes the tensor

@@ -81,7 +81,7 @@ class Wire:
         self._line: _Line | None = None
         self._store: Any = None
         self._generation = 0
-        self._broken: CommunicationError | None = None
+        self._broken: object = None  #: why there are no more collectives
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Wire:
@@ -148,21 +148,27 @@ class Wire:
             line.verdict = line.book.settle(error)
             line.cut()
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """This rank takes part no more; the others hear of it."""
-        line, self._line = self._line, None
+        line, self._line, self._broken = self._line, None, self._broken or why
         if line is not None:
             line.cut()
+
+    def close(self, why: str) -> None:
+        """This rank takes part no more; nothing is under way. Another wire may follow where all close this."""
+        self._line, self._store, self._broken = None, None, self._broken or why
+        if (group := self._group()) is not None and _WIRES.get(group) is self:
+            del _WIRES[group]
 
     def _open(self, owner: Collectives, call: Call) -> _Line:
         group = self._group()
         subject, ranks = call.subject(owner.describe_tag), ", ".join(map(str, self.members))
-        if self._broken is not None:
-            raise CommunicationError(f"the group of ranks {ranks} is closed, so there is no {subject} ({self._broken})",
-                                     remedy="After a lost rank, start the job again.")
         if group is None:
             raise CommunicationError(f"the process group was destroyed before {subject}",
                                      remedy="Call dist.destroy_process_group() after the last use of the model.")
+        if self._broken is not None:
+            raise CommunicationError(f"the group of ranks {ranks} is closed, so there is no {subject} ({self._broken})",
+                                     remedy="After a lost rank, start the job again.")
         introduce()
         try:
             self._line = self._connected(group, owner, call)
@@ -255,8 +261,8 @@ class Exchange(Handle):
             line.passed = self._call
         except RuntimeError as error:
             raise self._wire.end(line, error, owner, self._call) from error
-        except BaseException:
-            self._wire.leave()
+        except BaseException as error:  # it was interrupted
+            self._wire.leave(str(error) or type(error).__name__)
             raise
         finally:
             self._works, line.waiting = (), before
