@@ -14,7 +14,7 @@ from shardwise.checkpoint.model_tensors import clean_name
 from tests.bed.fronts import full_parameters, shard
 from tests.bed.models import OddTransformer, batch, loss
 
-__all__ = ["adamw", "first_ranks", "odd", "over", "train", "values"]
+__all__ = ["adamw", "assert_alike", "first_ranks", "odd", "over", "train", "values"]
 
 # The first optimizer of a process sets environment variables for the compiler; no test is to blame.
 torch.optim.SGD([torch.zeros(1)])
@@ -71,3 +71,22 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     buffers = {clean_name(name): buffer for name, buffer in model.named_buffers()}
     saved = bare.state_dict()
     return named | {name: buffers[name].clone() for name, _ in bare.named_buffers() if name in saved}
+
+
+def assert_alike(mine: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
+    """Bit for bit the same on this rank: rows, buffers, and all that the optimizers hold."""
+    for one, two in zip(*(_tensors(model) for model, _ in (mine, other)), strict=True):
+        assert torch.equal(one, two)
+    for first, second in zip(*(optimizer.param_groups for _, optimizer in (mine, other)), strict=True):
+        assert {k: v for k, v in first.items() if k != "params"} == {k: v for k, v in second.items() if k != "params"}
+        for p, q in zip(first["params"], second["params"], strict=True):
+            states = mine[1].state.get(p, {}), other[1].state.get(q, {})
+            assert states[0].keys() == states[1].keys()
+            for key, value in states[0].items():
+                found = states[1][key]
+                assert torch.equal(value, found) and value.dtype == found.dtype if isinstance(value, Tensor) \
+                    else value == found
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach().as_subclass(Tensor) for tensor in (*model.parameters(), *model.buffers())]

@@ -16,7 +16,7 @@ from tests.bed.pages import script_of
 @ranks(2)
 @pytest.mark.parametrize("page", [
     "docs/life-of-a-parameter.md", "docs/choosing-units.md", "docs/performance.md", "docs/whole-matrices.md",
-    "docs/reliability.md", "docs/offload.md"])
+    "docs/reliability.md", "docs/offload.md", "docs/elastic.md"])
 def test_page_runs_on_two_ranks(rank: int, world: int, page: str) -> None:
     script = script_of(page)
     assert script.count("\n") > 10

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .export import iter_full_tensors
 from .loading import load
+from .memory import load_from_memory, save_to_memory
+from .memory_parts import MemoryCheckpoint
 from .records import ShardedRecord
 from .saving import save, wait
 from .state_dict import (
@@ -17,6 +19,7 @@ from .state_dict import (
 )
 
 __all__ = [
+    "MemoryCheckpoint",
     "ShardedRecord",
     "StateDictOptions",
     "get_model_state_dict",
@@ -24,7 +27,9 @@ __all__ = [
     "get_state_dict",
     "iter_full_tensors",
     "load",
+    "load_from_memory",
     "save",
+    "save_to_memory",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

@@ -14,7 +14,7 @@ from ..storage.flat_storage import FlatStorage
 from .model_tensors import ModelTensor
 from .safetensors_header import Entry, dtype_name
 
-__all__ = ["Contents", "Piece", "is_mine", "model_contents", "replica"]
+__all__ = ["Contents", "Piece", "Writers", "model_contents", "replicas_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,33 +47,49 @@ class Contents:
         return replace(self, pieces=copies)
 
 
-def replica(storage: FlatStorage) -> tuple[int, int]:
-    """This rank's number among the ranks that hold the same rows, and how many they are."""
-    unit = owner_of(storage.parameters[0])
-    copies = unit.groups.replicate if unit is not None else None
-    return (copies.rank, copies.size) if copies is not None else (0, 1)
+class Writers:
+    """Which rank of a group writes rows that several hold: replicas take turns, one tensor after the other.
 
-
-def model_contents(tensors: Sequence[ModelTensor], dtype: torch.dtype | None, rank: int) -> Contents:
-    """Parameters and persistent buffers; floating-point parameters in ``dtype`` (None: as stored).
-
-    Replicas share the work: each writes every so-many-th parameter. What is not sharded is rank 0's.
+    ``replicas[r]``: of rank ``r``, as ``replicas_of`` gives them. What is not sharded is rank 0's.
     """
+
+    def __init__(self, tensors: Sequence[ModelTensor], rank: int, replicas: Sequence[Sequence[int]]) -> None:
+        self._rank = rank
+        self._alike = {storage: [other for other, said in enumerate(replicas) if said[number : number + 1] == [mine]]
+                       if mine >= 0 else [rank]
+                       for number, (storage, mine) in enumerate(zip(_storages(tensors), replicas[rank], strict=True))}
+
+    def mine(self, storage: FlatStorage | None, number: int) -> bool:
+        """Does this rank write its rows of the ``number``-th tensor?"""
+        if storage is None:
+            return self._rank == 0
+        alike = self._alike[storage]
+        return alike[number % len(alike)] == self._rank
+
+
+def replicas_of(tensors: Sequence[ModelTensor]) -> list[int]:
+    """For each storage a number that ranks have in common if they hold the same rows; -1 where no other has them.
+
+    It is what was agreed when the model was sharded, so it holds after some of the ranks are lost.
+    """
+    units = [owner_of(storage.parameters[0]) for storage in _storages(tensors)]
+    copies = [unit.groups.replicate if unit is not None else None for unit in units]
+    return [comm.members[0] if comm is not None else -1 for comm in copies]
+
+
+def _storages(tensors: Sequence[ModelTensor]) -> list[FlatStorage]:
+    return list(dict.fromkeys(tensor.storage for tensor in tensors if tensor.storage is not None))
+
+
+def model_contents(tensors: Sequence[ModelTensor], dtype: torch.dtype | None, writers: Writers) -> Contents:
+    """Parameters and persistent buffers; floating-point parameters in ``dtype`` (None: as stored)."""
     contents = Contents()
     for number, tensor in enumerate(tensors):
         contents.add(Entry(tensor.fqn, _file_dtype(tensor, dtype), tensor.shape), tensor.start, tensor.values,
-                     mine=is_mine(tensor.storage, number, rank))
+                     mine=writers.mine(tensor.storage, number))
         contents.aliases.update(dict.fromkeys(tensor.names[1:], tensor.fqn))
     _check_unique(contents.entries, contents.aliases)
     return contents
-
-
-def is_mine(storage: FlatStorage | None, number: int, rank: int) -> bool:
-    """Does this rank write its rows of the ``number``-th tensor?"""
-    if storage is None:
-        return rank == 0
-    place, copies = replica(storage)
-    return number % copies == place
 
 
 def _file_dtype(tensor: ModelTensor, dtype: torch.dtype | None) -> torch.dtype:

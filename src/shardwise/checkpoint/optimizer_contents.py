@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..storage.flat_storage import FLAT
 from ..storage.sharded_parameter import home_of
-from .contents import Contents, is_mine
+from .contents import Contents, Writers
 from .model_tensors import ModelTensor, local_rows
 from .plain_values import encode
 from .safetensors_header import Entry
@@ -105,12 +105,12 @@ class OptimizerState:
                                               expected=known, got=kind)
         self.described["state"] = merged
 
-    def contents(self, rank: int) -> Contents:
+    def contents(self, writers: Writers) -> Contents:
         """The tensors of all ranks, and this rank's part of them."""
         contents = Contents()
         for fqn, keys in self.described["state"].items():
             for key, kind in keys.items():
-                _add(contents, f"{fqn}.{key}", kind, self._shapes[fqn], self._items.get((fqn, key)), rank)
+                _add(contents, f"{fqn}.{key}", kind, self._shapes[fqn], self._items.get((fqn, key)), writers)
         return contents
 
 
@@ -170,10 +170,10 @@ def _describe(item: _Item) -> dict[str, Any]:
 
 
 def _add(contents: Contents, name: str, kind: dict[str, Any], shape: tuple[int, ...],
-         item: _Item | None, rank: int) -> None:
+         item: _Item | None, writers: Writers) -> None:
     values = item.value if item is not None and isinstance(item.value, Tensor) else torch.empty(0)
     storage = item.tensor.storage if item is not None else None
-    writes = item is not None and is_mine(storage, item.number, rank)
+    writes = item is not None and writers.mine(storage, item.number)
     if "like" in kind:
         start = item.tensor.start if item is not None else 0
         contents.add(Entry(name, getattr(torch, kind["like"]), shape), start, values.detach(), mine=writes)

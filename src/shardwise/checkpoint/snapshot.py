@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.peers import Peers
 from ..errors import CheckpointError
-from .contents import Contents, Piece, model_contents
+from .contents import Contents, Piece, Writers, model_contents, replicas_of
 from .extra_state import extra_states
 from .file_plan import FilePlan, PlannedFile, plan_files
 from .model_tensors import ModelTensor, undivided_tensors
@@ -55,11 +55,14 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
     """A collective. Raises ``CheckpointError`` on every rank if anything is wrong on one of them."""
     contents: dict[str, Contents] = {}
     state: dict[str, Any] = {"world_size": peers.size}
-    with together(peers, "taking the model's state"):
+    with together(peers, "taking the model's state") as words:
         tensors = undivided_tensors(model)
-        contents["model"] = model_contents(tensors, dtype, peers.rank)
+        words.mine = replicas_of(tensors)
+    writers = Writers(tensors, peers.rank, words.all)
+    with together(peers, "taking the model's state"):
+        contents["model"] = model_contents(tensors, dtype, writers)
     if optimizer is not None:
-        contents["optimizer"], state["optimizer"] = _optimizer(tensors, optimizer, peers)
+        contents["optimizer"], state["optimizer"] = _optimizer(tensors, optimizer, writers, peers)
     contents["extra"] = Contents()
     with together(peers, "taking the modules' extra state"):
         modules = extra_states(model)
@@ -87,7 +90,7 @@ def _plan(base: str, contents: Contents, max_shard_bytes: int) -> FilePlan:
     return plan_files(base, contents.entries, contents.aliases, max_shard_bytes)
 
 
-def _optimizer(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, peers: Peers
+def _optimizer(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, writers: Writers, peers: Peers
                ) -> tuple[Contents, Described]:
     """Descriptions travel only where the ranks' differ."""
     what = "taking the optimizer's state"
@@ -100,7 +103,7 @@ def _optimizer(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, pee
         with together(peers, what):
             held.merge(words.all)
     with together(peers, what) as words:
-        contents = held.contents(peers.rank)
+        contents = held.contents(writers)
     return contents, held.described
 
 

@@ -61,6 +61,11 @@ class Source:
         self._open: dict[str, int] = {}
 
     # ------------------------------------------------------------------ what is there
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return str(self.folder)
+
     def tensors(self, base: str) -> tuple[dict[str, Located], dict[str, str]]:
         """The tensors of ``base.safetensors`` or its numbered files, and other names: alias -> name."""
         found: dict[str, Located] = {}

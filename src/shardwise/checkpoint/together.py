@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..comm.peers import Peers
-from ..errors import CheckpointError, ShardwiseError
+from ..errors import CheckpointError, CommunicationError, ShardwiseError
 
-__all__ = ["Words", "together"]
+__all__ = ["HALF_DONE", "UNTOUCHED", "Words", "between", "together"]
 
 _SHOWN = 3
+
+#: remedies of a load
+UNTOUCHED = "The model is as it was."
+HALF_DONE = "The model may be loaded in part: load a good checkpoint before you go on."
 
 
 class Words:
@@ -45,6 +49,15 @@ def together(peers: Peers, doing: str, remedy: str | None = None) -> Generator[W
     failed = {rank: text for rank, (text, _) in enumerate(said) if text is not None}
     if failed:
         raise CheckpointError(f"{doing} failed", got=_by_text(failed, peers.size), remedy=remedy) from mine
+
+
+@contextmanager
+def between(peers: Peers, doing: str, remedy: str | None = None) -> Generator[None]:
+    """A block that communicates by itself: a rank that is gone is a ``CheckpointError`` there too."""
+    try:
+        yield
+    except CommunicationError as lost:
+        raise CheckpointError(f"{doing} failed", rank=peers.rank, got=_text(lost), remedy=remedy) from lost
 
 
 def _text(error: BaseException) -> str:

@@ -12,14 +12,20 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+)
 
 from ..errors import DivergenceError, PeerError
 from ..torch_private import group_timeout
@@ -40,9 +46,10 @@ _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKey
 class Peers:
     """The ranks that do something together; this process alone where nothing is distributed."""
 
-    def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (),
+    def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (0,),
                  limit_s: float = 0.0) -> None:
-        self._channel, self._members, self._limit_s = channel, members, limit_s
+        self._channel, self._limit_s = channel, limit_s
+        self.members = tuple(members)  #: their global ranks, in the order of the group
         self.rank = 0 if channel is None else channel.rank()
         self.size = 1 if channel is None else channel.size()
 
@@ -56,7 +63,7 @@ class Peers:
         if group is None:
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is None or dist.get_world_size(group) == 1:
-            return cls()
+            return cls() if group is None else cls(members=dist.get_process_group_ranks(group))
         members, limit_s = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
         if group not in _CHANNELS:
             introduce()
@@ -77,12 +84,50 @@ class Peers:
         """What every rank said, in rank order. Raises ``PeerError`` if one of them is gone."""
         if self._channel is None:
             return [word]
-        try:
+        with self._naming_the_lost():
             return self._gather(self._channel, pickle.dumps(word))
+
+    def tell(self, word: Any, source: int) -> Any:
+        """The ``word`` of rank ``source`` of the group, on every rank. Raises ``PeerError`` if one of them is gone."""
+        if self._channel is None:
+            return word
+        said = pickle.dumps(word) if self.rank == source else b""
+        size = torch.tensor([len(said)])
+        self._broadcast(self._channel, size, source)
+        words = torch.empty(int(size.item()), dtype=torch.uint8)
+        if said:
+            words.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        self._broadcast(self._channel, words, source)
+        return pickle.loads(words.numpy().tobytes())
+
+    def all_to_all(self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send ``sent[r]`` elements of ``full`` to rank ``r``, in order; ``received[r]`` of ``out`` come from there.
+
+        1-D, in host memory, of one dtype. Raises ``PeerError`` if a rank is gone.
+        """
+        channel: Any = self._channel
+        if channel is None:
+            out.copy_(full)
+            return
+        options = AllToAllOptions()
+        options.timeout = _PATIENCE
+        with self._naming_the_lost():
+            self._wait(channel.alltoall_base(out, full, list(received), list(sent), options))
+
+    def _broadcast(self, channel: Any, tensor: Tensor, source: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, _PATIENCE
+        with self._naming_the_lost():
+            self._wait(channel.broadcast([tensor], options))
+
+    @contextmanager
+    def _naming_the_lost(self) -> Generator[None]:
+        try:
+            yield
         except (PeerError, DivergenceError):
             raise
         except RuntimeError as error:
-            raise _lost(self._members, error) from error
+            raise _lost(self.members, error) from error
 
     def _gather(self, channel: Any, said: bytes) -> list[Any]:
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -96,7 +141,7 @@ class Peers:
     def _wait(self, work: Any) -> None:
         """A rank may be busy for long; but look whether it lives."""
         signs, limit_s = Signs(), min(lost_after() or self._limit_s, self._limit_s)
-        crossing = _crossing(self._members)
+        crossing = _crossing(self.members)
         while True:
             try:
                 work.wait(timedelta(seconds=min(limit_s / 16, 1.0)))
@@ -104,11 +149,11 @@ class Peers:
             except RuntimeError as error:
                 if work.is_completed():
                     raise
-                if lost := signs.lost(self._members, limit_s):
+                if lost := signs.lost(self.members, limit_s):
                     _keep(self._channel, work)
-                    raise _lost(self._members, error, lost) from error
+                    raise _lost(self.members, error, lost) from error
                 try:
-                    crossing.look(self._members)
+                    crossing.look(self.members)
                 except DivergenceError:
                     _keep(self._channel, work)
                     raise
