@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.errands import Errand
 from ..plan.state_options import FullOptimStateDictConfig, StateDictType, settings_for
 from ..storage.flat_storage import FLAT
 from ..storage.optimizer_watch import adopt, on_adoption
@@ -46,6 +47,7 @@ def _adopt(optimizer: Optimizer) -> None:
 on_adoption(_adopt)
 
 
+@Errand("optimizer.state_dict")
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     known = members(state_dict, optimizer)
     wish = torch_wants_whole()
@@ -56,6 +58,7 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                            for key, values in state_dict["state"].items()}
 
 
+@Errand("optimizer.load_state_dict")
 def _take(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     known = members(state_dict, optimizer)
     cut = are_whole((known[key], values) for key, values in state_dict["state"].items() if key in known)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ..comm.errands import Errand
 from ..storage.flat_storage import FlatStorage
 from .model_tensors import ModelTensor, undivided_tensors
 
@@ -56,6 +57,7 @@ def _buckets(tensors: list[ModelTensor], most: int, dtype: torch.dtype | None) -
 
 
 @torch.no_grad()
+@Errand("iter_full_tensors")
 def _gather(storage: FlatStorage, bucket: list[ModelTensor], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     """A stretch of the flat buffer. Each rank sends the part of it that lies in its shard, and no padding
     is made for ranks that have none."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.errands import Errand
 from ..comm.peers import Peers
 from ..errors import CheckpointError
 from .fit import DtypeMap, NameMap
@@ -31,6 +32,7 @@ from .together import HALF_DONE, UNTOUCHED, together
 __all__ = ["load"]
 
 
+@Errand("checkpoint.load")
 def load(  # noqa: PLR0913 - each argument is a choice of its own
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.errands import Errand
 from ..engine.build import owner_of, units_below
 from ..engine.hooks import Place, attach_state
 from ..engine.settling import settle_unit
@@ -94,6 +95,7 @@ class UnitState:
         settle_unit(self.unit)
         self.whole_unit = True
 
+    @Errand("state_dict")
     def save(self, place: Place, destination: dict[str, Any], prefix: str) -> None:
         """Put the values of one module in, in the order of the bare module."""
         for unit in (self.unit, *self.unit.needs):
@@ -163,6 +165,7 @@ class UnitState:
                 del destination[key]
 
     # ------------------------------------------------------------------ load
+    @Errand("load_state_dict")
     def check(self, root: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Before anything is changed: can everything below the unit's root be loaded?"""
         unit = self.unit
@@ -191,6 +194,7 @@ class UnitState:
     def _local(self) -> bool:
         return self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
+    @Errand("load_state_dict")
     def load(self, place: Place, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
         """Write the values of one module, and leave torch an entry that fits."""
         touched: set[FlatStorage] = set()

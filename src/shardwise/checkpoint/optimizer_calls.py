@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.errands import Errand
 from ..errors import CheckpointError
 from ..plan.state_options import (
     FullOptimStateDictConfig,
@@ -28,6 +29,7 @@ from .optimizer_state import optimizer_state
 __all__ = ["cut_full", "full_state", "get_state", "rekeyed", "scatter_full", "sharded_state", "to_load"]
 
 
+@Errand("optim_state_dict")
 def get_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: StateDictSettings,
     given: Mapping[str, Any] | None = None,
@@ -38,6 +40,7 @@ def get_state(
     return optimizer_state(model, source, settings)
 
 
+@Errand("optim_state_dict_to_load")
 def to_load(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None,
     settings: StateDictSettings, *, named: bool, directly: bool,
@@ -87,9 +90,11 @@ def full_state(
     optimizer_for(model, optimizer, optim_input)  # warns
     adopt(optimizer)
     config = FullOptimStateDictConfig(rank0_only=rank0_only)
-    return optimizer_state(model, optimizer, settings_for(StateDictType.FULL_STATE_DICT, None, config))
+    with Errand("full_optim_state_dict"):
+        return optimizer_state(model, optimizer, settings_for(StateDictType.FULL_STATE_DICT, None, config))
 
 
+@Errand("sharded_optim_state_dict")
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state as records, where they are."""
     adopt(optimizer)
@@ -112,4 +117,5 @@ def scatter_full(
 ) -> dict[str, Any]:
     """From a full dict that rank 0 has."""
     target = optimizer_for(model, optimizer, optim_input)
-    return optimizer_state_to_load(model, target, spread_optimizer_state(model, given or None))
+    with Errand("scatter_full_optim_state_dict"):
+        return optimizer_state_to_load(model, target, spread_optimizer_state(model, given or None))

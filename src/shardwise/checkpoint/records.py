@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..comm.collectives import Collectives
+from ..comm.errands import Errand
 from ..errors import CheckpointError
 from ..storage.tensor_parallel import ParallelPart
 from ..torch_private import bare_tensor, no_torch_function
@@ -143,6 +144,7 @@ class ShardedRecord(torch.Tensor):
         """This rank's rows; shares memory with the record."""
         return self._local
 
+    @Errand("full_tensor")
     def full_tensor(self) -> Tensor:
         """The whole tensor, gathered from all ranks of the group (a collective), in new memory."""
         return self._placement.gather_whole(self._local)

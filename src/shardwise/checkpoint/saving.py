@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.errands import Errand
 from ..comm.peers import Peers
 from ..errors import ConfigurationError
 from .adoption import adopt
@@ -51,6 +52,7 @@ class _Background:
 _background = _Background()
 
 
+@Errand("checkpoint.save")
 def save(  # noqa: PLR0913 - each argument is a choice of its own
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.errands import Errand
 from ..errors import CheckpointError, ConfigurationError
 from ..plan.state_options import (
     FullOptimStateDictConfig,
@@ -98,6 +99,7 @@ def _empties(options: StateDictOptions) -> bool:
 
 
 # ---------------------------------------------------------------------- models
+@Errand("get_model_state_dict")
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def get_model_state_dict(
     return _of_submodules(model, submodules, state, options)
 
 
+@Errand("set_model_state_dict")
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> IncompatibleKeys:
@@ -137,6 +140,7 @@ def set_model_state_dict(
 
 
 # ---------------------------------------------------------------------- optimizers
+@Errand("get_optimizer_state_dict")
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
@@ -160,6 +164,7 @@ def get_optimizer_state_dict(
     return flatten_optimizer_state(merged) if options.flatten_optimizer_state_dict else merged
 
 
+@Errand("set_optimizer_state_dict")
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *,
     options: StateDictOptions | None = None,
@@ -183,6 +188,7 @@ def _option_names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 # ---------------------------------------------------------------------- both
+@Errand("get_state_dict")
 def get_state_dict(
     model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
@@ -192,6 +198,7 @@ def get_state_dict(
             get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options))
 
 
+@Errand("set_state_dict")
 def set_state_dict(
     model: nn.Module, optimizers: Optimizers, *, model_state_dict: Mapping[str, Any],
     optim_state_dict: Mapping[str, Any], options: StateDictOptions | None = None,

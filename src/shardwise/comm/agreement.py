@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, PeerError
+from .errands import in_errand
 
-__all__ = ["LOOK_THERE", "REDUCIBLE", "Call", "DescribeTag", "Kind", "disagreement", "gather_call", "peer_error",
-           "require_agreement", "require_fit", "require_reducible", "scatter_call", "tensor_call"]
+__all__ = ["LOOK_THERE", "NO_UNIT", "REDUCIBLE", "Call", "DescribeTag", "Kind", "disagreement", "gather_call",
+           "peer_error", "require_agreement", "require_fit", "require_reducible", "scatter_call", "tensor_call"]
 
 LOOK_THERE = "Look at the output of that rank first; this rank only noticed. It may also have run fewer steps."
 """What to do about a lost peer."""
+
+NO_UNIT = -2
+"""The tag of a collective that is for no unit."""
 
 DescribeTag = Callable[[int], str]
 """Translates a tag into the name of what it stands for (a unit)."""
@@ -67,7 +71,7 @@ class Call(NamedTuple):
     def subject(self, describe: DescribeTag | None) -> str:
         """``gather of 'layers.0'``, or ``gather with tag 3`` without a translator."""
         label = _LABEL[Kind(self.kind)]
-        if self.kind == Kind.BARRIER:
+        if self.kind == Kind.BARRIER or self.tag == NO_UNIT:
             return label
         return f"{label} with tag {self.tag}" if describe is None else f"{label} of {describe(self.tag)!r}"
 
@@ -123,30 +127,37 @@ def require_reducible(what: str, tensor: Tensor) -> None:
 
 
 def require_agreement(calls: Sequence[Call], members: Sequence[int], describe: DescribeTag | None,
-                      words: str = "") -> None:
+                      words: str = "", errands: Sequence[int] | None = None) -> None:
     """Raise ``DivergenceError`` on every rank unless all ranks run the same call; ``words``: what may explain it."""
-    facts = disagreement(calls, members, describe)
+    facts = disagreement(calls, members, describe, errands)
     if facts is not None:
         raise DivergenceError(facts.what, got=facts.got + words, remedy=facts.remedy)
 
 
-def disagreement(calls: Sequence[Call | None], members: Sequence[int],
-                 describe: DescribeTag | None) -> Facts | None:
-    """What ``calls`` disagree on; None of a rank that has not come to it yet, or forgot it."""
+def disagreement(calls: Sequence[Call | None], members: Sequence[int], describe: DescribeTag | None,
+                 errands: Sequence[int] | None = None) -> Facts | None:
+    """What ``calls`` disagree on; None of a rank that has not come to it yet, or forgot it.
+
+    ``errands``: the call of the library that each belongs to, for the text.
+    """
     first = next((call for call in calls if call is not None), None)
     if first is None or all(call is None or call == first for call in calls):
         return None
+    errands = errands or [0] * len(calls)
     pairs = list(zip(members, calls, strict=True))
     if any(call is not None and call[:2] != first[:2] for call in calls):
+        units = not any(errands)
         return Facts(
-            "ranks run different units, so their shards would be mixed",
-            ", ".join(f"rank {rank} runs {call.subject(describe)}" if call is not None
-                      else f"rank {rank} is not at it" for rank, call in pairs),
-            "Every rank must run the same units in the same order; look for control flow that "
-            "depends on the data or on the rank.")
+            "ranks run different units, so their shards would be mixed" if units
+            else "ranks run different calls, so what they exchange would be mixed",
+            ", ".join(f"rank {rank} runs {call.subject(describe)}{in_errand(number)}" if call is not None
+                      else f"rank {rank} is not at it" for (rank, call), number in zip(pairs, errands, strict=True)),
+            f"Every rank must {'run the same units' if units else 'make the same calls'} in the same order; look for "
+            "control flow that depends on the data or on the rank.")
     return Facts(
         f"ranks disagree on the size or dtype of the shard in {first.subject(describe)}",
-        ", ".join(f"rank {rank} has {call.size()}" for rank, call in pairs if call is not None),
+        ", ".join(f"rank {rank} has {call.size()}{in_errand(number)}"
+                  for (rank, call), number in zip(pairs, errands, strict=True) if call is not None),
         "Build the same model with the same options on every rank.")
 
 
@@ -154,5 +165,5 @@ def peer_error(text: str, call: Call, members: Sequence[int], describe: Describe
                words: str = "") -> PeerError:
     """A peer died or does not answer while ``call`` runs; ``words``: what it said at last."""
     ranks = ", ".join(map(str, members))
-    return PeerError(f"{text} during {call.subject(describe)} in the group of ranks {ranks}{words}",
+    return PeerError(f"{text} during {call.subject(describe)}{in_errand()} in the group of ranks {ranks}{words}",
                      remedy=LOOK_THERE)

@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from .agreement import NO_UNIT
 from .passes import Passes
 
 __all__ = ["COMBINE", "DONE", "VARIANT", "Collectives", "Handle", "Reduction", "copy_alone"]
@@ -88,14 +89,14 @@ class Collectives(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         """Concatenate ``shard`` [n] of every rank into ``out`` [size*n], in rank order.
 
         ``shard`` may be this rank's own slot of ``out`` (in place). Same dtype.
         """
 
     @abstractmethod
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         """Sum slot ``rank`` of every rank's ``full`` [size*n] into ``out`` [n].
 
         ``full`` may be overwritten. ``out`` may not alias ``full``. Same dtype; the sum is
@@ -103,15 +104,15 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         """Combine ``tensor`` of every rank in place."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         """Give every rank the ``tensor`` of group rank ``source``, in place."""
 
     def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = NO_UNIT
     ) -> Handle:
         """Send slot ``r`` of ``full`` (``sent[r]`` elements) to rank ``r``, for each rank.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import CommunicationError
 from .agreement import Call, peer_error
 from .collectives import Collectives
+from .errands import in_errand
 from .last_words import lost
 
 __all__ = ["explained"]
@@ -22,4 +23,4 @@ def explained(error: RuntimeError, call: Call, owner: Collectives) -> Communicat
         return peer_error(who, call, owner.members, owner.describe_tag, words)
     ranks = ", ".join(map(str, owner.members))
     return CommunicationError(
-        f"{call.subject(owner.describe_tag)} failed in the group of ranks {ranks} ({text})", rank=rank)
+        f"{call.subject(owner.describe_tag)}{in_errand()} failed in the group of ranks {ranks} ({text})", rank=rank)

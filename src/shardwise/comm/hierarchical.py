@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, LeftPassError
-from .agreement import Call, Kind, gather_call, require_reducible, scatter_call, tensor_call
+from .agreement import NO_UNIT, Call, Kind, gather_call, require_reducible, scatter_call, tensor_call
 from .arena import Arena
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
 from .exchanges import Messages, Steps
@@ -87,7 +87,7 @@ class HierarchicalCollectives(Collectives):
         """A buffer that peers on this host read in place."""
         return self._inside.allocate(numel, dtype, device)
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         call = gather_call(out, shard, self.size, tag)
         with self._attending(call):
             self._agree(call)
@@ -95,7 +95,7 @@ class HierarchicalCollectives(Collectives):
                 self._gather(out.view(-1), shard.view(-1), tag)
         return DONE
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         call = scatter_call(out, full, self.size, tag)
         require_reducible("reduce_scatter", full)
         with self._attending(call):
@@ -104,7 +104,7 @@ class HierarchicalCollectives(Collectives):
                 self._chain(call, out.view(-1), full.view(-1), Reduction.SUM)
         return DONE
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         with self._attending(call):
@@ -115,7 +115,7 @@ class HierarchicalCollectives(Collectives):
                 self._combine_whole(call, tensor.view(-1), reduction)
         return DONE
 
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
         host, lane = divmod(source, self._width)
         with self._attending(call):

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[re
 from .. import errors
 from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, DescribeTag, disagreement
+from .errands import Errand
 from .last_words import shortly
 
 __all__ = ["Logbook", "own_store"]
@@ -29,6 +30,8 @@ __all__ = ["Logbook", "own_store"]
 _PATIENCE = 3
 #: so many ranks are looked at in one go, beginning with the next one
 _NEIGHBOURS = 8
+_Page = dict[int, tuple[Call, int]]
+"""Calls and their errands, by number."""
 
 
 class Logbook:
@@ -41,7 +44,7 @@ class Logbook:
 
     def __init__(self, store: Any, rank: int, members: Sequence[int], kept: int) -> None:
         self.number = 0  #: of the last call
-        self._calls: deque[tuple[int, Call]] = deque(maxlen=kept)
+        self._calls: deque[tuple[int, Call, int]] = deque(maxlen=kept)  #: number, call, errand
         self._store, self._rank, self._members = store, rank, members
         self._published = 0
         self._suspicions = 0
@@ -49,7 +52,7 @@ class Logbook:
     def note(self, call: Call) -> int:
         """This rank begins ``call``; its number in the group."""
         self.number = number = self.number + 1
-        self._calls.append((number, call))
+        self._calls.append((number, call, Errand.now))
         return number
 
     def publish(self) -> None:
@@ -57,7 +60,7 @@ class Logbook:
         calls = list(self._calls)
         if not calls or calls[-1][0] == self._published:
             return
-        page = json.dumps([calls[0][0], [list(call) for _, call in calls]])
+        page = json.dumps([calls[0][0], [[*call, errand] for _, call, errand in calls]])
         if shortly(lambda: self._store.set(f"page/{self._rank}", page) or True):
             self._published = calls[-1][0]
 
@@ -69,12 +72,12 @@ class Logbook:
         """
         if (verdict := self.verdict()) is not None:
             raise verdict
-        mine = dict(list(self._calls))
+        mine = {number: (call, errand) for number, call, errand in list(self._calls)}
         size = len(self._members)
         for step in range(1, min(size, _NEIGHBOURS + 1)):
             page = self._page((self._rank + step) % size)
             if page:
-                differing = [number for number in page.keys() & mine.keys() if page[number] != mine[number]]
+                differing = [number for number in page.keys() & mine.keys() if page[number][0] != mine[number][0]]
                 if differing:
                     self._suspect(min(differing), mine, describe, words)
                 return bool(differing)
@@ -91,26 +94,27 @@ class Logbook:
         found = shortly(lambda: self._store.compare_set("verdict", "", text))
         return _error(found) if found else error
 
-    def _suspect(self, number: int, mine: dict[int, Call], describe: DescribeTag | None,
+    def _suspect(self, number: int, mine: _Page, describe: DescribeTag | None,
                  words: Callable[[], str]) -> None:
         """Others may be on the way to this number: the text shall have the calls of all ranks."""
         pages = [mine if place == self._rank else self._page(place) for place in range(len(self._members))]
-        calls = [page.get(number) if page else None for page in pages]
+        entries = [page.get(number) if page else None for page in pages]
+        calls = [entry and entry[0] for entry in entries]
         self._suspicions += 1
         if None in calls and self._suspicions <= _PATIENCE:
             return
-        facts = disagreement(calls, self._members, describe)
+        facts = disagreement(calls, self._members, describe, [entry[1] if entry else 0 for entry in entries])
         if facts is not None:
             got = f"{facts.got}, in collective {number} of this group{words()}"
             raise self.settle(DivergenceError(facts.what, got=got, remedy=facts.remedy))
 
-    def _page(self, place: int) -> dict[int, Call] | None:
+    def _page(self, place: int) -> _Page | None:
         key = f"page/{place}"
         found = shortly(lambda: self._store.get(key) if self._store.check([key]) else None)
         if not found:
             return None
         first, calls = json.loads(found)
-        return {number: Call(*call) for number, call in enumerate(calls, first)}
+        return {number: (Call(*call), errand) for number, (*call, errand) in enumerate(calls, first)}
 
 
 def own_store(group: Any, name: str, device: torch.device) -> Any:

@@ -16,16 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import exchanges
-from .agreement import (
-    Call,
-    Kind,
-    gather_call,
-    require_agreement,
-    require_reducible,
-    scatter_call,
-    tensor_call,
-)
+from .agreement import NO_UNIT, Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
+from .errands import Errand
 from .exchanges import Messages, Steps
 from .wire import Wire
 
@@ -46,30 +39,30 @@ class MatchedCollectives(Collectives):
     def compare_calls(self, on: bool) -> None:
         self._asked = on
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         call = gather_call(out, shard, self.size, tag)
         if self.size == 1:
             return copy_alone(out, shard)
         return self._start(call, partial(exchanges.gather, out=out, shard=shard))
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         call = scatter_call(out, full, self.size, tag)
         if self.size == 1:
             return copy_alone(out, full)
         require_reducible("reduce_scatter", full)
         return self._start(call, partial(exchanges.reduce_scatter, out=out, full=full, combine=torch.add))
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         return self._start(call, partial(exchanges.all_reduce, tensor=tensor, combine=COMBINE[reduction]))
 
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
         return self._start(call, partial(exchanges.broadcast, tensor=tensor, source=source))
 
     def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = NO_UNIT
     ) -> Handle:
         if self.size == 1:
             return copy_alone(out, full)
@@ -100,9 +93,10 @@ class MatchedCollectives(Collectives):
         return self._wire.start(self, call, steps)
 
     def _compare(self, call: Call) -> None:
-        mine = torch.tensor(call, dtype=torch.int64)
-        table = torch.empty(self.size * len(call), dtype=torch.int64)
+        mine = torch.tensor((*call, Errand.now), dtype=torch.int64)
+        table = torch.empty(self.size * len(mine), dtype=torch.int64)
         comparison = tensor_call(Kind.GATHER, mine, -1)
         self._wire.start(self, comparison, partial(exchanges.gather, out=table, shard=mine)).wait()
-        calls = [Call(*row) for row in table.view(self.size, len(call)).tolist()]
-        require_agreement(calls, self.members, self.describe_tag)
+        rows = table.view(self.size, len(mine)).tolist()
+        require_agreement([Call(*row[:-1]) for row in rows], self.members, self.describe_tag,
+                          errands=[row[-1] for row in rows])

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from ..errors import LeftPassError, PeerError
 from .agreement import Call, DescribeTag, require_agreement
+from .errands import Errand
 from .last_words import read, tell
 from .underway import Waiting
 
@@ -40,6 +41,7 @@ class Standing(NamedTuple):
 
     count: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]  #: passes begun; negative outside of one
     left: int = 0  #: the last one that an exception ended
+    errand: int = 0  #: the call of the library that it is in
 
 
 class Passes:
@@ -64,7 +66,7 @@ class Passes:
     @property
     def standing(self) -> Standing:
         """What this rank tells in a collective."""
-        return Standing(self.count if self.inside else -self.count, self.left)
+        return Standing(self.count if self.inside else -self.count, self.left, Errand.now)
 
     def leave(self, note: Note, *, news: bool) -> None:
         """An exception ended the pass. ``news``: it is this rank's own; what others told first is not told twice."""
@@ -110,7 +112,8 @@ class Passes:
             recent = self.notes(last) if last >= max(abs(standing.count) for standing in standings) - 1 else []
             count = max(abs(standing.count) for standing in standings)
             when = f", in pass {count} of the model" if count else ""
-            require_agreement(calls, members, describe, when + "".join(f"; {note.text(last)}" for note in recent))
+            require_agreement(calls, members, describe, when + "".join(f"; {note.text(last)}" for note in recent),
+                              [standing.errand for standing in standings])
         return not any(behind)
 
     def _key(self, count: int) -> str:
@@ -119,7 +122,7 @@ class Passes:
 
 def _is_behind(place: int, standings: Sequence[Standing]) -> bool:
     """Has another rank left the pass that this one is in?"""
-    count, left = standings[place]
+    count, left, _ = standings[place]
     return left < abs(count) <= max(other.left for other in standings)
 
 

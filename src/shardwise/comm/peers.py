@@ -31,6 +31,7 @@ from ..errors import DivergenceError, PeerError
 from ..torch_private import group_timeout
 from .agreement import LOOK_THERE
 from .crossing import Crossing
+from .errands import in_errand
 from .last_words import introduce, lost
 from .rendezvous import host_name
 from .vigil import Signs, begin_beats, lost_after
@@ -160,7 +161,7 @@ class Peers:
 
 
 def _crossing(members: Sequence[int]) -> Crossing:
-    return Crossing(f"words of {tuple(members)}", "an exchange of words, as a checkpoint needs it")
+    return Crossing(f"words of {tuple(members)}", f"an exchange of words{in_errand() or ', as a checkpoint needs it'}")
 
 
 def _muster(store: Any, members: Sequence[int], limit_s: float) -> None:

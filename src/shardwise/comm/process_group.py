@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import CommunicationError
 from ..torch_private import quick_gather, quick_reduce_scatter
 from .agreement import (
+    NO_UNIT,
     REDUCIBLE,
     Call,
     Kind,
@@ -36,6 +37,7 @@ from .agreement import (
     tensor_call,
 )
 from .collectives import DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
+from .errands import Errand
 from .failures import explained
 from .logbook import Logbook, own_store
 from .underway import Waiting
@@ -92,7 +94,7 @@ class ProcessGroupCollectives(Collectives):
         self._asked = on
         self._trusting = self._quick and not on
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         if self._trusting and out.dtype in REDUCIBLE:
             return self._launch(self._gathers[tag], quick_gather, out, shard, quick=True)
         call = gather_call(out, shard, self.size, tag)
@@ -102,7 +104,7 @@ class ProcessGroupCollectives(Collectives):
             return DONE
         return self._launch(call, _gather, _wire(out), _wire(shard))
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         if self._trusting and not self.rank_order and full.dtype in REDUCIBLE:
             return self._launch(self._scatters[tag], quick_reduce_scatter, out, full, quick=True)
         call = scatter_call(out, full, self.size, tag)
@@ -117,7 +119,7 @@ class ProcessGroupCollectives(Collectives):
         pending = self._launch(call, dist.all_to_all_single, arrived, full)
         return _SumWhenArrived(pending, out, arrived, self.size)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         if self.size == 1 or not self._agreed(call, tensor):
@@ -128,14 +130,14 @@ class ProcessGroupCollectives(Collectives):
             return _SumWhenArrived(pending, tensor, arrived, self.size)
         return self._launch(call, dist.all_reduce, tensor, op=_OPERATION[reduction])
 
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
         if self.size == 1 or not self._agreed(call, tensor):
             return DONE
         return self._launch(call, dist.broadcast, _wire(tensor), group_src=source)
 
     def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = NO_UNIT
     ) -> Handle:
         call = Call(Kind.ALL_TO_ALL, tag)  # the sizes differ between ranks
         if self.size == 1:
@@ -166,11 +168,12 @@ class ProcessGroupCollectives(Collectives):
         return not gloo or tensor.numel() > 0
 
     def _compare(self, call: Call, device: torch.device) -> None:
-        mine = torch.tensor(call, dtype=torch.int64, device=device)
-        table = torch.empty(self.size * len(call), dtype=torch.int64, device=device)
+        mine = torch.tensor((*call, Errand.now), dtype=torch.int64, device=device)
+        table = torch.empty(self.size * len(mine), dtype=torch.int64, device=device)
         self._launch(call, _gather, table, mine).wait()
-        calls = [Call(*row) for row in table.view(self.size, len(call)).tolist()]
-        require_agreement(calls, self.members, self.describe_tag)
+        rows = table.view(self.size, len(mine)).tolist()
+        require_agreement([Call(*row[:-1]) for row in rows], self.members, self.describe_tag,
+                          errands=[row[-1] for row in rows])
 
     def look(self, after_s: float) -> None:
         """Now and then: show what this rank ran, and compare it with what another did. Of large groups more seldom."""

@@ -23,14 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, DivergenceError, LeftPassError
-from .agreement import (
-    Call,
-    Kind,
-    gather_call,
-    require_reducible,
-    scatter_call,
-    tensor_call,
-)
+from .agreement import NO_UNIT, Call, Kind, gather_call, require_reducible, scatter_call, tensor_call
 from .arena import Arena
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction
 from .gate import CONTROL_BYTES, Gate, Sources
@@ -88,7 +81,7 @@ class SharedMemoryCollectives(Collectives):
         shared = self._arena.allocate(numel, dtype, zeroed=True) if device.type == "cpu" else None
         return super().zeros(numel, dtype, device) if shared is None else shared
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         call = gather_call(out, shard, self.size, tag)
         with self._attendance:
             opened = self._lay_open(shard)
@@ -102,11 +95,11 @@ class SharedMemoryCollectives(Collectives):
             self._gate.cross(call)
         return DONE
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         return self.reduce_after(None, out, full, tag=tag)
 
     def reduce_after(self, before: Tensor | None, out: Tensor, full: Tensor,
-                     reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+                     reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         """The same, with ``before`` [n] ahead of the contribution of rank 0 (``before ∘ 0 ∘ 1 …``)."""
         call = scatter_call(out, full, self.size, tag)
         require_reducible("reduce_scatter", full)
@@ -123,7 +116,7 @@ class SharedMemoryCollectives(Collectives):
             self._gate.cross(call)
         return DONE
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         require_reducible("all_reduce", tensor)
         call = tensor_call(Kind.ALL_REDUCE, tensor, tag, VARIANT[reduction])
         with self._attendance:
@@ -134,7 +127,7 @@ class SharedMemoryCollectives(Collectives):
             self._gate.cross(call)
         return DONE
 
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         call = tensor_call(Kind.BROADCAST, tensor, tag, source)
         with self._attendance:
             opened = self._lay_open(tensor) if self.rank == source else None
@@ -149,7 +142,7 @@ class SharedMemoryCollectives(Collectives):
             self._gate.meet(Call(Kind.BARRIER))
 
     def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = NO_UNIT
     ) -> Handle:
         call = Call(Kind.ALL_TO_ALL, tag)
         starts = torch.tensor([0, *sent], dtype=torch.int64).cumsum(0)[:-1]  # where each rank's slot begins

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .agreement import require_fit
+from .agreement import NO_UNIT, require_fit
 from .collectives import DONE, Collectives, Handle, Reduction
 
 __all__ = ["SimulatedCollectives"]
@@ -37,25 +37,25 @@ class SimulatedCollectives(Collectives):
         self.members = tuple(range(size) if members is None else members)
         self.real = size == 1
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = 0) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, *, tag: int = NO_UNIT) -> Handle:
         require_fit("all_gather", out, shard, self.size)
         if shard.data_ptr() != out.data_ptr() + self.rank * shard.nbytes:
             _slot(out, shard, self.rank).copy_(shard)
         return DONE
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = 0) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, tag: int = NO_UNIT) -> Handle:
         require_fit("reduce_scatter", full, out, self.size)
         out.copy_(_slot(full, out, self.rank))
         return DONE
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = 0) -> Handle:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM, *, tag: int = NO_UNIT) -> Handle:
         return DONE
 
-    def broadcast(self, tensor: Tensor, source: int, *, tag: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int, *, tag: int = NO_UNIT) -> Handle:
         return DONE
 
     def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = 0
+        self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int], *, tag: int = NO_UNIT
     ) -> Handle:
         out.split(list(received))[self.rank].copy_(full.split(list(sent))[self.rank])
         return DONE

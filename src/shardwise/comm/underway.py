@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from .agreement import Call, DescribeTag
+from .errands import in_errand
 
 if TYPE_CHECKING:
     from .crossing import Crossing
@@ -43,12 +44,16 @@ class Waiting:
 
     def text(self) -> str:
         """``gather of 'layers.0' in the group of ranks 0, 1 (rank 1 has not come)``"""
-        text = f"{self.call.subject(self.describe)} in the group of ranks {', '.join(map(str, self.members))}"
+        text = f"{self.subject()} in the group of ranks {', '.join(map(str, self.members))}"
         missing = self.missing() if self.missing is not None else ()
         if missing:
             names = ", ".join(map(str, missing))
             text += f" (rank {names} has not come)" if len(missing) == 1 else f" (ranks {names} have not come)"
         return text
+
+    def subject(self) -> str:
+        """``all-reduce in clip_grad_norm_``"""
+        return self.call.subject(self.describe) + in_errand()
 
     def needed(self) -> Sequence[int]:
         """The ranks that have not come, as far as that is known."""

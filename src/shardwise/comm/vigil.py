@@ -94,7 +94,7 @@ def look(wait: Waiting) -> None:
     notice_leavers(wait)
     if wait.missing is not None:  # else it is not known who has come here
         if wait.crossing is None:
-            wait.crossing = Crossing(f"collectives of {wait.members}", wait.call.subject(wait.describe))
+            wait.crossing = Crossing(f"collectives of {wait.members}", wait.subject())
         wait.crossing.look(wait.needed())
     if not limit_s:
         return

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.collectives import Collectives, Reduction
+from ..comm.errands import Errand
 from ..comm.words import exchange
 from ..errors import DivergenceError
 from ..plan.ownership import OwnedParameter
@@ -91,6 +92,7 @@ def _sampled(tensors: Sequence[Tensor]) -> list[str]:
     return [bytes(part.tolist()).hex() for part in every.split([part.numel() for part in parts])]
 
 
+@Errand("the comparison of models before the first forward")
 def require_likeness(root: Unit, units: Sequence[Unit]) -> bool:
     """Raise ``DivergenceError`` on all ranks unless they start from the same. A collective; gives True."""
     groups = [comm for comm in root.groups.nontrivial if comm.real]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..comm.errands import Errand
 from ..errors import ConfigurationError, ShardwiseError
 from ..storage.global_norm import combine_norms
 
@@ -20,6 +21,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 @torch.no_grad()
+@Errand("clip_grad_norm_")
 def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The ``norm_type``-norm of all gradients as one vector, over all ranks; 0-d, a collective.
 

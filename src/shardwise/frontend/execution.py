@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import Collectives
+from ..comm.errands import Errand
 from ..engine.hooks import unit_of
 from ..engine.traverse import map_tensors, tensors_in
 from ..errors import LifecycleError
@@ -55,6 +56,7 @@ def group_by_execution(model: nn.Module, *inputs: Any, unit_bytes: int = 64 * 2*
     return watcher.groups(unit_bytes)
 
 
+@Errand("group_by_execution")
 def agree_on_groups(
     groups: ExecutionGroups, comms: Sequence[Collectives | None], device: torch.device
 ) -> ExecutionGroups:

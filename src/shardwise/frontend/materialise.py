@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Collectives
+from ..comm.errands import Errand
 from ..engine.build import units_below
 from ..engine.hooks import unit_of
 from ..engine.unit import Unit
@@ -81,6 +82,7 @@ def materialise(
     return module
 
 
+@Errand("materialise")
 def materialise_with(root: nn.Module, how: Initialiser) -> None:
     """``materialise``, with what a front end ignores."""
     units = [unit for _, unit in units_below(root)]

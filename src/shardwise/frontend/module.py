@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checkpoint.model_tensors import clean_name
+from ..comm.errands import Errand
 from ..engine.build import session_of, start_session, units_below
 from ..engine.hooks import unit_of
 from ..engine.session import Session
@@ -95,6 +96,7 @@ class FSDPModule(CommunicationMethods):
         else:
             yield unit_at(module)
 
+    @Errand("unshard")
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters. With ``async_op`` return a handle to wait on."""
         module: Any = self

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Collectives, Reduction
+from ..comm.errands import Errand
 from ..comm.words import exchange
 from ..engine.build import units_below
 from ..engine.traverse import tensors_in
@@ -42,6 +43,7 @@ class Numbers:
         self.note("the loss", None, value)
         self.agree()
 
+    @Errand("check_numbers")
     def agree(self) -> None:
         """Raise ``NumbersError`` on every rank if any rank has seen anything. A collective."""
         rank = self._groups[0].members[self._groups[0].rank] if self._groups else 0
@@ -109,6 +111,7 @@ def _check_outputs(stack: ExitStack, numbers: Numbers, root: Unit) -> None:
 
 
 # ---------------------------------------------------------------------- replicas
+@Errand("compare_replicas")
 def compare_replicas(model: nn.Module) -> int:
     """Compare the parameters of replicas, bit by bit, through a hash; every k steps, say. A collective.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Collectives
+from ..comm.errands import Errand
 from ..errors import ConfigurationError, ShardwiseError
 from ..plan.layout import row_granule
 from ..storage.flat_storage import FlatStorage
@@ -75,6 +76,7 @@ class OwnerExchange:
         """The rank, within its shard group, that owns ``parameter``; None: every rank has it whole."""
         return next((group[parameter].owner for group in self._groups.values() if parameter in group), None)
 
+    @Errand("OwnerExchange.gather")
     def gather(self, rows: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Whole tensors of the parameters that this rank owns, and of those that are not sharded.
 
@@ -98,6 +100,7 @@ class OwnerExchange:
                       for number, (p, m) in enumerate(mine)}
         return {p: whole[p] for p in self.parameters if p in whole}
 
+    @Errand("OwnerExchange.scatter")
     def scatter(self, whole: Mapping[nn.Parameter, Tensor], like: Mapping[nn.Parameter, Tensor]
                 ) -> dict[nn.Parameter, Tensor]:
         """This rank's rows of what every owner has: the counterpart of ``gather``.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Collectives
+from ..comm.errands import Errand
 from ..engine.hooks import unit_of
 from ..plan.ownership import walk
 from ..storage.sharded_parameter import home_of
@@ -75,6 +76,7 @@ def all_on_meta(
     return all(p.is_meta for p in owned if p not in ignored_parameters and home_of(p) is None)
 
 
+@Errand("sync_module_states")
 def sync_states(
     module: nn.Module, groups: Sequence[Collectives], ignored: AbstractSet[nn.Module],
     ignored_parameters: AbstractSet[nn.Parameter],

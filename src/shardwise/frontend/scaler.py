@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.choose import collectives_for
 from ..comm.collectives import Reduction
+from ..comm.errands import Errand
 from ..comm.mesh import default_group
 from ..engine.traverse import map_tensors
 from ..storage.optimizer_watch import adopt
@@ -53,6 +54,7 @@ class ShardedGradScaler(AgreeingGradScaler):
         """One that was made before its parameters became part of flat ones gets to see their gradients."""
         adopt(optimizer)
 
+    @Errand("unscale_ of the gradient scaler")
     def agree(self, found: dict[torch.device, Tensor], device: torch.device) -> None:
         """An infinity on one rank is one on all. One small collective, whatever gradients there are."""
         assert self.process_group is not None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Reduction
+from ..comm.errands import Errand
 from ..engine.build import owner_of, session_of, units_below
 from ..engine.hooks import unit_of
 from ..engine.settling import settle_unit
@@ -59,27 +60,30 @@ def summon_full_params(
     _check(recurse=recurse, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu,
            with_grads=with_grads)
     options = WideningOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    with _summoned(_units(module, recurse=recurse), options):
+    with _summoned(_units(module, recurse=recurse), options, "summon_full_params"):
         yield
 
 
 @contextlib.contextmanager
-def _summoned(units: list[Unit], options: WideningOptions) -> Iterator[None]:
+def _summoned(units: list[Unit], options: WideningOptions, call: str) -> Iterator[None]:
     fresh = [unit for unit in units if not _joins(unit, options)]
     for unit in fresh:
         _require_rest(unit)
     opened: list[tuple[Unit, list[Widened]]] = []
     try:
-        for unit in fresh:
-            opened.append((unit, []))
-            _widen(unit, options, opened[-1][1])
+        with Errand(call):
+            for unit in fresh:
+                opened.append((unit, []))
+                _widen(unit, options, opened[-1][1])
         yield
     except BaseException as error:
-        failure = _narrow_all(opened, options)
+        with Errand(call):
+            failure = _narrow_all(opened, options)
         if failure is not None:
             error.add_note(f"and then: {failure}")
         raise
-    failure = _narrow_all(opened, options)
+    with Errand(call):
+        failure = _narrow_all(opened, options)
     if failure is not None:
         raise failure
 
@@ -95,7 +99,7 @@ def iter_units_full(
     """
     options = WideningOptions(writeback, rank0_only, offload_to_cpu, with_grads)
     for name, unit in units_below(module):
-        with _summoned([unit], options):
+        with _summoned([unit], options, "iter_units_full"):
             yield name, _named(unit, name)
 
 

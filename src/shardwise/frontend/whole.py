@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.errands import Errand
 from ..engine.direct import EnteredCall
 from ..engine.hooks import unit_of
 from ..errors import LifecycleError, OptionTypeError
@@ -15,6 +16,7 @@ from .summon import is_summoned, summon_full_params
 __all__ = ["apply_to_whole", "register_fsdp_forward_method"]
 
 
+@Errand("apply")
 def apply_to_whole(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """``nn.Module.apply`` where ``fn`` sees whole parameters, one unit's at a time; its changes stay.
 

@@ -275,12 +275,12 @@ class FlatStorage:
                 local_part(leaf.data).copy_(parameter.data)
 
     # ------------------------------------------------------------------ whole values
-    def gather_flat(self, shard: Tensor, *, tag: int = 0) -> Tensor:
+    def gather_flat(self, shard: Tensor) -> Tensor:
         """``shard`` [S] of every rank, gathered [N * S], in its own dtype, in new memory."""
         if self.world_size == 1:
             return shard.detach().clone()
         full = torch.empty(self.layout.flat_numel, dtype=shard.dtype, device=shard.device)
-        self.comm.all_gather(full, shard.detach(), tag=tag).wait()
+        self.comm.all_gather(full, shard.detach()).wait()
         return full
 
     def pick(self, full: Tensor, index: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Handle, Reduction
+from ..comm.errands import Errand
 from ..errors import ShardwiseError
 from ..torch_private import (
     foreach_norm,
@@ -188,6 +189,7 @@ def combine_norms(parts: Sequence[Tensor], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([part.to(device) for part in whole]), order)
 
 
+@Errand("clip_grad_norm_ or another norm of gradients")
 def _over_ranks(norms: Tensor, order: float, comm: AllReduces) -> Tensor:
     """All-reduce a vector of partial norms into one norm."""
     if math.isinf(order):
@@ -237,6 +239,7 @@ def _norms_of_list(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> li
     ]
 
 
+@Errand("unscale_ of the gradient scaler")
 def _check_and_unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An infinity on one rank is an infinity on all of them."""
     with without_torch_function():

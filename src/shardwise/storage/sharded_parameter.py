@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..comm.errands import Errand
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
 from .global_norm import ShardedGradient
@@ -61,6 +62,7 @@ class ShardedMethods:
         """This rank's rows, without autograd history; shares memory with the parameter."""
         return cast(Tensor, self).detach()
 
+    @Errand("full_tensor")
     def full_tensor(self) -> Tensor:
         """The whole parameter, gathered from all ranks of the shard group (a collective).
 
