@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardwise import FullyShardedDataParallel
 from shardwise.checkpoint import StateDictOptions, get_model_state_dict
 from shardwise.comm.beats import Beats
 from shardwise.comm.choose import collectives_for
-from shardwise.comm.errands import Errand, in_errand
+from shardwise.comm.errands import HERE, Errand, in_errand
 from shardwise.comm.hierarchical import HierarchicalCollectives
 from tests.bed import ranks
 from tests.bed.fronts import transport
@@ -28,12 +29,12 @@ from tests.contract.test_divergence import _agreed, _data, _sharded, _step, both
 
 def _summon(model: Any) -> None:
     with shardwise.summon_full_params(model):
-        assert not Errand.now  # what is done inside is no part of it
+        assert not HERE.number  # what is done inside is no part of it
 
 
 def _unit_by_unit(model: Any) -> None:
     for _ in shardwise.iter_units_full(model):
-        assert not Errand.now
+        assert not HERE.number
 
 
 CALLS: dict[str, Callable[[Any], object]] = {
@@ -61,7 +62,7 @@ def test_C8_the_call_of_each_rank_is_named(call: str, over: str, rank: int, worl
     assert "ranks run different calls" in text
     assert "rank 0 runs gather of 'b', rank 1 runs " in text and f" in {call}" in text
     assert "Every rank must make the same calls in the same order" in text
-    assert not Errand.now
+    assert not HERE.number
 
 
 @ranks(2)
@@ -154,3 +155,12 @@ def test_C8_a_step_pays_no_call_for_it(rank: int, world: int) -> None:
     finally:
         sys.setprofile(before)
     assert "session.py" in files and "errands.py" not in files
+
+
+def test_C8_threads_have_errands_of_their_own() -> None:
+    seen: list[str] = []
+    with Errand("state_dict"):
+        thread = threading.Thread(target=lambda: seen.append(in_errand()))
+        thread.start()
+        thread.join()
+    assert seen == [""]

@@ -161,9 +161,12 @@ def disagreement(calls: Sequence[Call | None], members: Sequence[int], describe:
         "Build the same model with the same options on every rank.")
 
 
-def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None,
-               words: str = "") -> PeerError:
-    """A peer died or does not answer while ``call`` runs; ``words``: what it said at last."""
+def peer_error(text: str, call: Call, members: Sequence[int], describe: DescribeTag | None, words: str = "",
+               errand: int | None = None) -> PeerError:
+    """A peer died or does not answer while ``call`` runs; ``words``: what it said at last.
+
+    ``errand``: what ``call`` belongs to (None: what this thread is in).
+    """
     ranks = ", ".join(map(str, members))
-    return PeerError(f"{text} during {call.subject(describe)}{in_errand()} in the group of ranks {ranks}{words}",
+    return PeerError(f"{text} during {call.subject(describe)}{in_errand(errand)} in the group of ranks {ranks}{words}",
                      remedy=LOOK_THERE)

@@ -1,4 +1,4 @@
-"""Which call of the library this process is in, so that a message about a collective can name it.
+"""Which call of the library this thread is in, so that a message about a collective can name it.
 
 A collective knows its unit, if any, and nothing of who asked for it. Here the outermost call counts: the user made it.
 It travels as a number beside what each rank tells of its collectives anyway. It is never compared, for one collective
@@ -7,11 +7,12 @@ may be a part of several calls; the training forward and backward are no errand,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-__all__ = ["Errand", "in_errand"]
+__all__ = ["HERE", "Errand", "in_errand"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -57,6 +58,15 @@ _CALLS = (
 _NUMBERS = {call: number for number, call in enumerate(_CALLS)}
 
 
+class _Here(threading.local):
+    """Of each thread: a save in the background goes on beside training."""
+
+    number = 0  #: of the call that this thread is in; 0 for none
+
+
+HERE = _Here()
+
+
 class Errand:
     """In ``with Errand("state_dict"):``, or a function that it decorates, collectives belong to that call.
 
@@ -64,33 +74,32 @@ class Errand:
     """
 
     __slots__ = ("_number", "_outer")
-    now: ClassVar[int] = 0  #: the number of the call that this process is in; 0 for none
 
     def __init__(self, call: str) -> None:
         self._number, self._outer = _NUMBERS[call], 0
 
     def __enter__(self) -> None:
-        self._outer = Errand.now
-        Errand.now = self._outer or self._number
+        self._outer = HERE.number
+        HERE.number = self._outer or self._number
 
     def __exit__(self, *_: object) -> None:
-        Errand.now = self._outer
+        HERE.number = self._outer
 
     def __call__(self, function: Callable[Given, Result]) -> Callable[Given, Result]:
         number = self._number
 
         @wraps(function)
         def inside(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-            outer = Errand.now
-            Errand.now = outer or number
+            outer = HERE.number
+            HERE.number = outer or number
             try:
                 return function(*args, **kwargs)
             finally:
-                Errand.now = outer
+                HERE.number = outer
         return inside
 
 
 def in_errand(number: int | None = None) -> str:
-    """The words `in clip_grad_norm_` with a space before them, or nothing; without a number, of this process now."""
-    call = _CALLS[Errand.now if number is None else number]
+    """The words `in clip_grad_norm_` with a space before them, or nothing; without a number, of this thread now."""
+    call = _CALLS[HERE.number if number is None else number]
     return f" in {call}" if call else ""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..errors import CommunicationError, LeftPassError
 from .agreement import Call, DescribeTag, peer_error
-from .errands import Errand
+from .errands import HERE
 from .last_words import absent, remember, words_of
 from .passes import Passes, Standing
 from .rendezvous import Peer
@@ -81,7 +81,7 @@ class Gate:
         while True:
             self._require_open(call)
             passes, place = self.passes, _CALLS + _STRIDE * ((self._count + 1) % _PLACES)
-            mine = [*call, passes.count if passes.inside else -passes.count, passes.left, Errand.now]
+            mine = [*call, passes.count if passes.inside else -passes.count, passes.left, HERE.number]
             for word, value in enumerate((*mine, *sources), place):
                 self._own[word] = value
             self.cross(call, passes)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # pyright: ignore[re
 from .. import errors
 from ..errors import CommunicationError, DivergenceError
 from .agreement import Call, DescribeTag, disagreement
-from .errands import Errand
+from .errands import HERE
 from .last_words import shortly
 
 __all__ = ["Logbook", "own_store"]
@@ -52,7 +52,7 @@ class Logbook:
     def note(self, call: Call) -> int:
         """This rank begins ``call``; its number in the group."""
         self.number = number = self.number + 1
-        self._calls.append((number, call, Errand.now))
+        self._calls.append((number, call, HERE.number))
         return number
 
     def publish(self) -> None:

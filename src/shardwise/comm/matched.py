@@ -18,7 +18,7 @@ from torch import Tensor
 from . import exchanges
 from .agreement import NO_UNIT, Call, Kind, gather_call, require_agreement, require_reducible, scatter_call, tensor_call
 from .collectives import COMBINE, DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
-from .errands import Errand
+from .errands import HERE
 from .exchanges import Messages, Steps
 from .wire import Wire
 
@@ -93,7 +93,7 @@ class MatchedCollectives(Collectives):
         return self._wire.start(self, call, steps)
 
     def _compare(self, call: Call) -> None:
-        mine = torch.tensor((*call, Errand.now), dtype=torch.int64)
+        mine = torch.tensor((*call, HERE.number), dtype=torch.int64)
         table = torch.empty(self.size * len(mine), dtype=torch.int64)
         comparison = tensor_call(Kind.GATHER, mine, -1)
         self._wire.start(self, comparison, partial(exchanges.gather, out=table, shard=mine)).wait()

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from ..errors import LeftPassError, PeerError
 from .agreement import Call, DescribeTag, require_agreement
-from .errands import Errand
+from .errands import HERE
 from .last_words import read, tell
 from .underway import Waiting
 
@@ -66,7 +66,7 @@ class Passes:
     @property
     def standing(self) -> Standing:
         """What this rank tells in a collective."""
-        return Standing(self.count if self.inside else -self.count, self.left, Errand.now)
+        return Standing(self.count if self.inside else -self.count, self.left, HERE.number)
 
     def leave(self, note: Note, *, news: bool) -> None:
         """An exception ended the pass. ``news``: it is this rank's own; what others told first is not told twice."""

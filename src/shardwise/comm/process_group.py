@@ -37,7 +37,7 @@ from .agreement import (
     tensor_call,
 )
 from .collectives import DONE, VARIANT, Collectives, Handle, Reduction, copy_alone
-from .errands import Errand
+from .errands import HERE
 from .failures import explained
 from .logbook import Logbook, own_store
 from .underway import Waiting
@@ -168,7 +168,7 @@ class ProcessGroupCollectives(Collectives):
         return not gloo or tensor.numel() > 0
 
     def _compare(self, call: Call, device: torch.device) -> None:
-        mine = torch.tensor((*call, Errand.now), dtype=torch.int64, device=device)
+        mine = torch.tensor((*call, HERE.number), dtype=torch.int64, device=device)
         table = torch.empty(self.size * len(mine), dtype=torch.int64, device=device)
         self._launch(call, _gather, table, mine).wait()
         rows = table.view(self.size, len(mine)).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from .agreement import Call, DescribeTag
-from .errands import in_errand
+from .errands import HERE, in_errand
 
 if TYPE_CHECKING:
     from .crossing import Crossing
@@ -20,14 +20,15 @@ __all__ = ["Waiting"]
 class Waiting:
     """One wait; inside it, this process waits for the other ranks of a collective."""
 
-    __slots__ = ("_before", "after", "call", "crossing", "describe", "members", "missing", "next_look", "passes",
-                 "signs", "since")
+    __slots__ = ("_before", "after", "call", "crossing", "describe", "errand", "members", "missing", "next_look",
+                 "passes", "signs", "since")
     now: ClassVar[Waiting | None] = None  #: what this process waits in
 
     def __init__(self, call: Call, describe: DescribeTag | None, members: Sequence[int],
                  missing: Callable[[], Sequence[int]] | None = None, after: Call | None = None) -> None:
         self.call, self.describe, self.members = call, describe, members
         self.missing = missing  #: who has not come, where that can be told
+        self.errand = HERE.number  #: the call of the library that it belongs to
         self.after = after  #: the collective of these ranks before this one, where it is known
         self.passes: Passes | None = None  #: those of these ranks, where the group outlives a wait that is given up
         self.since = time.monotonic()
@@ -53,7 +54,7 @@ class Waiting:
 
     def subject(self) -> str:
         """``all-reduce in clip_grad_norm_``"""
-        return self.call.subject(self.describe) + in_errand()
+        return self.call.subject(self.describe) + in_errand(self.errand)
 
     def needed(self) -> Sequence[int]:
         """The ranks that have not come, as far as that is known."""

@@ -103,4 +103,4 @@ def look(wait: Waiting) -> None:
     if lost := wait.signs.lost(wait.needed(), limit_s):
         who = " and ".join(f"rank {rank} {state}" for rank, state in lost.items())
         words = f"{wait.came_last()}{words_of(lost)}{wait.signs.last_beats(lost)}; {_VARIABLE}=0 would go on waiting"
-        raise peer_error(who, wait.call, wait.members, wait.describe, words)
+        raise peer_error(who, wait.call, wait.members, wait.describe, words, wait.errand)
