@@ -17,6 +17,7 @@ from ..comm.errands import Errand
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
 from .global_norm import ShardedGradient
+from .whole_edits import EDITS, explains
 from .whole_value import WholeValue, gather_one
 
 if TYPE_CHECKING:
@@ -187,6 +188,9 @@ def is_sharded(parameter: Tensor) -> bool:
     home = home_of(parameter)  # pyright: ignore[reportArgumentType]
     return home is not None and not home[0].whole
 
+
+for _name in EDITS:
+    setattr(ShardedMethods, _name, explains(_name, home_of))
 
 mark_foreach_supported(ShardedParameter)
 mark_foreach_supported(FlatParameter)
