@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.errands import Errand
 from ..comm.peers import Peers
 from ..errors import CheckpointError
 from .adoption import adopt
@@ -34,6 +35,7 @@ __all__ = ["load_from_memory", "save_to_memory"]
 _SAVING = "saving a checkpoint to memory"
 
 
+@Errand("checkpoint.save_to_memory")
 def save_to_memory(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -122,6 +124,7 @@ def _sent_home(table: Table, snapshot: Snapshot, homes: Sequence[Sequence[int]],
     return checkpoint
 
 
+@Errand("checkpoint.load_from_memory")
 def load_from_memory(
     checkpoint: MemoryCheckpoint | None,
     model: nn.Module,
