@@ -364,3 +364,85 @@ def test_every_parameter_knows_its_home(rank: int) -> None:
         home = home_of(parameter)
         assert home is not None
         assert home[0].world_size == 2
+
+
+def _freeze(model: Any, *, frozen: bool = True) -> None:
+    for name in ("b0.0.weight", "head.bias"):
+        model.get_parameter(name).requires_grad_(not frozen)
+
+
+def _thaw(model: Any) -> None:
+    _freeze(model, frozen=False)
+
+
+def _add(model: Any) -> None:
+    torch.manual_seed(5)
+    model.b0.append(nn.Linear(6, 6))
+
+
+@ranks(4)
+@pytest.mark.parametrize("unsent", [False, True])
+@pytest.mark.parametrize("changes", [(_freeze, _thaw), (_thaw, _freeze), (_add, _freeze)])
+def test_U59_other_parameters_trained_while_sums_wait_for_the_replicas(changes: Any, unsent: bool, rank: int) -> None:
+    """The sums that wait are of the parameters that were trained then."""
+    model, plain = _model(), _model()
+    for each in (model, plain):
+        _freeze(each, frozen=changes[0] is _thaw)
+    for module in (model.b0, model.b1, model):
+        fully_shard(module, mesh=_mesh())
+    for turn in range(2):
+        for micro, change in enumerate((*changes, None)):
+            model.set_requires_gradient_sync(micro == 2 or not (unsent and micro == turn))
+            model.set_requires_all_reduce(micro == 2)
+            model(_data(rank, micro)).square().mean().backward()
+            for other in range(4):
+                (plain(_data(other, micro)).square().mean() / 4).backward()
+            if change is not None and not (turn and change is _add):
+                for each in (model, plain):
+                    change(each)
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        assert_same_tensors(full_gradients(model, list(expected)), expected, "gradient", rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@ranks(4)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_U59_a_unit_that_is_not_in_the_last_micro_batch(frozen: bool, rank: int) -> None:
+    """Its sums meet those of the replicas all the same."""
+    torch.manual_seed(3)
+    model, plain = Choosing(), Choosing()
+    plain.load_state_dict(model.state_dict())
+    for module in (model.b0, model.b1, model):
+        fully_shard(module, mesh=_mesh())
+    for micro in range(2):
+        model.set_requires_all_reduce(micro == 1)
+        for each in (model, plain):
+            each.use = frozen or micro == 0
+            each.b0.requires_grad_(not frozen or micro == 0)
+        model(_data(rank, micro)).square().mean().backward()
+        for other in range(4):
+            (plain(_data(other, micro)).square().mean() / 4).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same_tensors(full_gradients(model, list(expected)), expected, "gradient", rtol=1e-5, atol=1e-6)
+
+
+@ranks(4)
+def test_U58_U59_zero_grad_of_an_optimizer_forgets_sums_that_wait_for_the_replicas(rank: int) -> None:
+    model, plain = _model(), _model()
+    for module in (model.b0, model.b1, model):
+        fully_shard(module, mesh=_mesh())
+    parts = [list(model.b0.parameters()) + list(model.head.parameters()), list(model.b1.parameters())]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    for optimizer in optimizers:
+        optimizer.step()  # it is noticed
+    model.set_requires_all_reduce(False)
+    model(_data(rank, 0)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    model.set_requires_all_reduce(True)
+    model(_data(rank, 1)).square().mean().backward()
+    for other in range(4):
+        (plain(_data(other, 1)).square().mean() / 4).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if not name.startswith("inward")}
+    assert_same_tensors(full_gradients(model, list(expected)), expected, "gradient", rtol=1e-5, atol=1e-6)

@@ -78,10 +78,10 @@ class Collector:
             self.plan = plan_reduction([s.layout for s in self.live], [f for _, f in chosen],
                                        self.live[0].rank, self.wire_dtype.itemsize)
         for k, (storage, trained) in enumerate(chosen):
-            for index in range(len(storage.leaves)):
+            assert self.plan is not None
+            for index, (pieces, own) in enumerate(zip(self.plan.pieces[k], self.plan.own[k], strict=True)):
                 if trained[index]:
-                    pieces = self.plan.pieces[k][index] if self.plan is not None else ()
-                    self.targets.append(Target(len(self.targets), storage, index, pieces))
+                    self.targets.append(Target(len(self.targets), storage, index, pieces, own))
         self._split = any(len(target.pieces) != 1 for target in self.targets)
         self._listen()
         self.cuts = cuts_of(self.live, self.targets, self.plan) if self.plan is not None else []
@@ -103,6 +103,8 @@ class Collector:
             self._filled.clear()
             self.close()
             self.rebuild(known)
+            if not unsent:
+                return
             self.open(keep=True)
             self._waiting = {target: unsent[key] for target in self.targets
                              if (key := (id(target.storage), target.index)) in unsent}

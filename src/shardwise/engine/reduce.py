@@ -106,7 +106,7 @@ class Reducer:
         self.divide_factor: float | None = None
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.comm_hook: CommHook | None = None
-        self._partial: tuple[Tensor, list[bool]] | None = None
+        self.partial: tuple[Tensor, list[bool]] | None = None  #: waits for the replicas: a chunk, as ``Reduced.used``
 
     def pre_divisor(self, wire: torch.dtype) -> float:
         """What gradients are divided by before the sum."""
@@ -159,7 +159,7 @@ class Reducer:
             reduced.handle.wait()
             replicate = self.groups.replicate
             partial = replicate is not None and replicate.size > 1 and not all_reduce
-            if partial or self._partial is not None:
+            if partial or self.partial is not None:
                 self._add_earlier(reduced, keep=partial)
             if not self._lanes.immediate:
                 self._lanes.reduce.note("combine", writes=[reduced.chunk])
@@ -181,13 +181,13 @@ class Reducer:
     def _add_earlier(self, reduced: Reduced, *, keep: bool) -> None:
         """Add what waits for the replicas to ``reduced``; ``keep``: let the sum wait, in fp32 at least."""
         wire, total = reduced.chunk.dtype, reduced.chunk
-        if self._partial is not None:
-            earlier, flags = self._partial
+        if self.partial is not None:
+            earlier, flags = self.partial
             total = earlier.add_(total)
             reduced.used = [a or b for a, b in zip(reduced.used, flags, strict=True)]
-            self._partial = None
+            self.partial = None
         if keep:
-            self._partial = (total.to(torch.promote_types(wire, torch.float32)), reduced.used)
+            self.partial = (total.to(torch.promote_types(wire, torch.float32)), reduced.used)
         else:
             reduced.chunk = total.to(wire)
 
@@ -199,4 +199,4 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget partial sums."""
-        self._partial = None
+        self.partial = None

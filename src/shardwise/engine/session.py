@@ -18,6 +18,7 @@ from ..torch_private import in_backward, never_traced, outside_transforms, queue
 from .buffers import buffers_for_compute, cast_buffers
 from .departures import Departures, declare_void
 from .likeness import require_likeness
+from .replan import waits_for_replicas
 from .residents import Residents
 from .settings import Schedule
 from .step import Call, Step
@@ -253,7 +254,8 @@ class Session:
         keep, self.step.creating_graph = self.step.creating_graph, False
         for unit in self.units:
             unit.collector.end_pass()
-            unit.owing |= unit in self.step.touched and unit not in self.step.reduced and not keep
+            unit.owing |= (unit not in self.step.reduced and not keep
+                           and (unit in self.step.touched or waits_for_replicas(unit)))
             if unit.collector.holding or unit.owing:
                 self.send(unit)
             unit.outstanding, unit.unwatched = 0, False

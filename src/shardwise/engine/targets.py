@@ -69,13 +69,14 @@ class Cut:
 class Target:
     """One leaf, and where its gradient goes."""
 
-    __slots__ = ("index", "leaf", "number", "pieces", "storage", "views")
+    __slots__ = ("index", "kept", "leaf", "number", "pieces", "storage", "views")
 
-    def __init__(self, number: int, storage: FlatStorage, index: int, pieces: tuple[Piece, ...]) -> None:
+    def __init__(self, number: int, storage: FlatStorage, index: int, pieces: tuple[Piece, ...], own: int) -> None:
         self.number = number
         self.storage, self.index, self.pieces = storage, index, pieces
         self.leaf = storage.leaves[index]
         self.views: list[Tensor] = []
+        self.kept = slice(own, own + storage.layout.span(index, storage.rank).numel)  #: of this rank's chunk
 
     def make_views(self, buffer: FlatBuffer) -> None:
         """Views of ``buffer`` for life: shaped like the leaf where it is one piece."""

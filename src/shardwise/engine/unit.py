@@ -30,6 +30,7 @@ from .collect import Collector
 from .gather import Gather
 from .numbering import number
 from .reduce import Groups, Reduced, Reducer
+from .replan import replan
 from .settings import Schedule, Settings
 from .turns import Turns
 from .values import count_changes, require_values
@@ -137,11 +138,7 @@ class Unit:
             self._replan |= storage.leaves is not before
             self._replan |= storage.last_seen.follow_requires_grad(storage.visible, storage.leaves)
         if self._replan:
-            if self.collector.holding:
-                self.collector.take_in_leaves()  # what is unsent stays; replan once it has gone
-            else:
-                self.collector.rebuild()
-                self._replan = False
+            self._replan = not replan(self)
         if edited:
             self.lanes.compute.note("edit", writes=[storage.shard for storage in self.storages])
         return edited

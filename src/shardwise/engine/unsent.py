@@ -14,6 +14,7 @@ from ..plan.lifecycle import Pass
 from ..storage.flat_storage import FLAT
 from ..storage.sharded_parameter import home_of
 from .build import session_of
+from .replan import forget, holds_gradients
 from .settling import settle_unit
 from .unit import Unit
 
@@ -32,7 +33,7 @@ class ZeroGrad:
         if optimizer is None:
             return
         type(optimizer).zero_grad(optimizer, set_to_none)
-        holding = [unit for unit in self.units if unit.collector.holding]
+        holding = [unit for unit in self.units if holds_gradients(unit)]
         if holding:
             held = {home for group in optimizer.param_groups for home in map(home_of, group["params"])}
             for unit in holding:
@@ -44,7 +45,7 @@ class ZeroGrad:
                     if len(mine) == len(targets):
                         unit.forget_unsent()
                     else:
-                        unit.collector.forget(mine)
+                        forget(unit, mine)
 
 
 def watch_zero_grad(optimizer: torch.optim.Optimizer) -> None:

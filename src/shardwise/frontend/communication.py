@@ -16,6 +16,7 @@ from ..comm.collectives import Collectives
 from ..comm.separate import separate_from
 from ..engine.build import session_of, start_session, units_below
 from ..engine.hooks import unit_of
+from ..engine.replan import holds_gradients
 from ..engine.session import Session
 from ..engine.unit import Unit
 from ..errors import ConfigurationError, LifecycleError, OptionTypeError
@@ -85,7 +86,7 @@ class CommunicationMethods:
         if session.root is not unit:
             raise LifecycleError("reset_iter_state must be called on the root", unit=unit.name,
                                  remedy="Call it on the outermost sharded module.")
-        if session.pass_ is not Pass.REST or any(one.collector.holding for one in session.units):
+        if session.pass_ is not Pass.REST or any(map(holds_gradients, session.units)):
             session.recover()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

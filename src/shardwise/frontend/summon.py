@@ -13,6 +13,7 @@ from ..comm.collectives import Reduction
 from ..comm.errands import Errand
 from ..engine.build import owner_of, session_of, units_below
 from ..engine.hooks import unit_of
+from ..engine.replan import holds_gradients
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit
 from ..errors import LifecycleError, OptionTypeError, WritebackError
@@ -211,7 +212,7 @@ def _narrow(unit: Unit, widened: list[Widened], options: WideningOptions) -> Wri
     else:
         unit.face.put_back()
     if any(storage.leaves is not old for storage, old in zip(unit.storages, leaves, strict=True)):
-        (unit.collector.follow_leaves if unit.collector.holding else unit.collector.rebuild)()
+        (unit.collector.follow_leaves if holds_gradients(unit) else unit.collector.rebuild)()
     return failure
 
 
