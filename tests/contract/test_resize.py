@@ -227,6 +227,24 @@ def test_u99_a_whole_replica_goes_on_alone(front: str, survivors: tuple[int, ...
 
 
 @ranks(4)
+def test_u99_survivors_that_stepped_differently_are_told(rank: int, tmp_path: Path) -> None:
+    """U99: rank 0 got through the step in which rank 3 was lost, ranks 1 and 2 did not. In files it is the same."""
+    path, group = common(tmp_path), dist.new_group([0, 1, 2])
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    model = shard(TinyMLP(), "fully_shard", mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(2):
+        loss(model, points(rank, number)).backward()
+        if (rank, number) in ((0, 1), (rank, 0)):
+            optimizer.step()
+    if rank < 3:
+        words = ("different numbers of optimizer steps", "expected 2.0 as on rank 0, got 1.0 on rank",
+                 "Go on from the last checkpoint")
+        refused(lambda: checkpoint.save_to_memory(model, optimizer, process_group=group), *words)
+        refused(lambda: checkpoint.save(path / "torn", model, optimizer, process_group=group), *words)
+
+
+@ranks(4)
 def test_u99_two_models_are_not_taken_for_replicas(rank: int) -> None:
     """U99: ranks 0, 1 and 2, 3 hold different values under the same names; each pair by itself is fine."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -25,7 +25,7 @@ from .model_tensors import ModelTensor, local_rows
 from .plain_values import encode
 from .safetensors_header import Entry
 
-__all__ = ["Described", "OptimizerState", "owners_by_parameter", "scalar_keys"]
+__all__ = ["Described", "OptimizerState", "owners_by_parameter", "require_same_steps", "scalar_keys"]
 
 Described = dict[str, Any]
 """``{"groups": [...], "state": {fqn: {key: kind}}}``, as JSON."""
@@ -90,6 +90,11 @@ class OptimizerState:
                   for group, pairs in zip(optimizer.param_groups, owned, strict=True)]
         self.described: Described = {"groups": groups, "state": state}
 
+    @property
+    def rowless(self) -> list[str]:
+        """The parameters of which this rank has no rows."""
+        return list({item.tensor.fqn: None for item in self._items.values() if not item.tensor.values.numel()})
+
     def merge(self, everyone: Sequence[Described]) -> None:
         """Take in what the other ranks hold: one without rows of a parameter may leave it out."""
         self.described["groups"] = _merge_groups([one["groups"] for one in everyone])
@@ -112,6 +117,29 @@ class OptimizerState:
             for key, kind in keys.items():
                 _add(contents, f"{fqn}.{key}", kind, self._shapes[fqn], self._items.get((fqn, key)), writers)
         return contents
+
+
+def require_same_steps(everyone: Sequence[tuple[Described, list[str]]]) -> None:
+    """Raise ``CheckpointError`` if ranks, each with what it holds and is ``rowless`` of, took different steps.
+
+    That is what a rank may leave behind that is lost between the backwards of two replicas.
+    """
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, (described, rowless) in enumerate(everyone):
+        for fqn in described["state"].keys() - set(rowless):
+            step = described["state"][fqn].get("step", {}).get("value")
+            if step is None:
+                continue
+            known = first.setdefault(fqn, (rank, step))
+            if known[1] != step:
+                raise CheckpointError(
+                    "ranks have taken different numbers of optimizer steps", fqn=fqn,
+                    expected=f"{_number(known[1])} as on rank {known[0]}", got=f"{_number(step)} on rank {rank}",
+                    remedy="Go on from the last checkpoint.")
+
+
+def _number(step: Any) -> Any:
+    return step["$scalar"][1] if isinstance(step, dict) else step
 
 
 def _merge_groups(everyone: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from .contents import Contents, Piece, Writers, model_contents, replicas_of
 from .extra_state import extra_states
 from .file_plan import FilePlan, PlannedFile, plan_files
 from .model_tensors import ModelTensor, undivided_tensors
-from .optimizer_contents import Described, OptimizerState
+from .optimizer_contents import Described, OptimizerState, require_same_steps
 from .plain_values import encode
 from .random_state import capture_random_state
 from .ranged_io import bytes_of
@@ -99,9 +99,10 @@ def _optimizer(tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, wri
         words.mine = _digest(held.described)
     if len(set(words.all)) > 1:
         with together(peers, what) as words:
-            words.mine = held.described
+            words.mine = (held.described, held.rowless)
         with together(peers, what):
-            held.merge(words.all)
+            require_same_steps(words.all)
+            held.merge([described for described, _ in words.all])
     with together(peers, what) as words:
         contents = held.contents(writers)
     return contents, held.described
