@@ -224,6 +224,7 @@ def test_records_are_tensors(rank: int) -> None:
 
 
 @ranks(2)
+@pytest.mark.filterwarnings("ignore:shardwise. torch.save writes sharded tensors")
 def test_records_through_a_file(rank: int) -> None:
     """``torch.save`` keeps rows and their place; each rank reads its own file back."""
     model, other = odd("fully_shard"), odd("fully_shard", seed=9)

@@ -8,7 +8,7 @@ state dicts of records pass through ``torch.distributed.checkpoint``, ``torch.sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..comm.collectives import Collectives
 from ..comm.errands import Errand
+from ..engine.traverse import tensors_in
 from ..errors import CheckpointError
+from ..storage.saved_rows import tell_of_rows
 from ..storage.tensor_parallel import ParallelPart
 from ..torch_private import bare_tensor, no_torch_function
 
@@ -41,6 +43,8 @@ class Placement:
     device: torch.device | None = field(default=None, compare=False, repr=False)  #: on which ``comm`` works
     part: ParallelPart | None = None  #: of what ``shape`` is this rank's part, by tensor parallelism
     apart: bool = False  #: rows are tensors that each rank has for itself, stacked for a checkpoint's sake
+    fqn: str | None = field(default=None, compare=False, repr=False)  #: of the parameter, in ``unit``
+    unit: str | None = field(default=None, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
@@ -49,6 +53,12 @@ class Placement:
     def rows(self) -> tuple[int, int]:
         """This rank's."""
         return self.bounds[self.rank]
+
+    @property
+    def told(self) -> str:
+        """``rows 0 to 20 of shape (40, 8), those of rank 0 of 2``, for messages."""
+        first, last = self.rows
+        return f"rows {first} to {last} of shape {self.shape}, those of rank {self.rank} of {len(self.bounds)}"
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -72,7 +82,7 @@ class Placement:
             raise CheckpointError("state that is shaped otherwise than its tensor-parallel parameter has no place",
                                   expected=f"shape {self.shape}", got=f"shape {shape}",
                                   remedy="Use an optimizer whose state is shaped like its parameters.")
-        return Placement(shape, self.bounds, self.rank, self.comm, self.device, self.part)
+        return replace(self, shape=shape)
 
     def one_each(self, shape: tuple[int, ...]) -> Placement:
         """A tensor of ``shape`` for each rank, as the rows of one."""
@@ -80,7 +90,7 @@ class Placement:
             self.with_trailing(shape)  # raises
         ranks = len(self.bounds)
         bounds = tuple((rank, rank + 1) for rank in range(ranks))
-        return Placement((ranks, *shape), bounds, self.rank, self.comm, self.device, apart=True)
+        return replace(self, shape=(ranks, *shape), bounds=bounds, part=None, apart=True)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's rows of ``whole``, a view; 1-D for a 0-d tensor."""
@@ -103,9 +113,8 @@ class Placement:
         comm = self.comm
         if comm is None and len(self.bounds) > 1:
             raise CheckpointError(
-                "a record that was read from a file cannot be gathered: it belongs to no group",
-                remedy="Load it into a model of the same layout, or save with torch.distributed.checkpoint.",
-            )
+                "a record that was read from a file cannot be gathered, since it belongs to no group", fqn=self.fqn,
+                unit=self.unit, expected="the whole tensor, or the file of this rank", got=self.told, remedy=_WHOLE)
         if comm is None or comm.size == 1:
             return local.detach().clone().reshape(self.shape)
         device = self.device or local.device
@@ -117,6 +126,19 @@ class Placement:
         pieces = [everyone[rank * slot : rank * slot + (last - first) * self.row_numel]
                   for rank, (first, last) in enumerate(self.bounds)]
         return torch.cat(pieces).reshape(self.shape)
+
+
+_WHOLE = ("It was written by torch.save on that rank, and loads there, into a model sharded over as many ranks. Whole "
+          "files: shardwise.checkpoint.save, or a full state dict (StateDictOptions(full_state_dict=True)).")
+
+
+def _remedy(place: Placement, func: Any) -> str:
+    if place.comm is None and len(place.bounds) > 1:
+        return _WHOLE
+    if str(func).startswith("c10d."):
+        return ("Use shardwise.checkpoint.set_model_state_dict and set_optimizer_state_dict, which take records, or "
+                "record.full_tensor() on every rank.")
+    return "Use record.to_local() for this rank's rows, or record.full_tensor() on every rank."
 
 
 class ShardedRecord(torch.Tensor):
@@ -158,13 +180,10 @@ class ShardedRecord(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
-            sent = str(func).startswith("c10d.")
+            place = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedRecord)).placement
             raise CheckpointError(
-                f"a sharded record computes nothing, and {func} was called on one",
-                remedy="Use shardwise.checkpoint.set_model_state_dict and set_optimizer_state_dict, which take "
-                       "records, or record.full_tensor() on every rank." if sent else
-                       "Use record.to_local() for this rank's rows, or record.full_tensor() on every rank.",
-            )
+                f"a sharded record computes nothing, and {func} was called on one", fqn=place.fqn, unit=place.unit,
+                expected="an ordinary tensor", got=place.told, remedy=_remedy(place, func))
         return handler(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedRecord:
@@ -175,7 +194,10 @@ class ShardedRecord(torch.Tensor):
         if place.part is not None:
             raise CheckpointError("the record of a tensor-parallel parameter cannot be pickled",
                                   remedy="Use torch.distributed.checkpoint, or full_tensor().")
-        return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank, place.apart)
+        if place.comm is not None:
+            tell_of_rows(len(place.bounds))
+        return rebuild_record, (self._local.detach().clone(), place.shape, place.bounds, place.rank, place.apart,
+                                place.fqn, place.unit)
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, last = self._placement.rows
@@ -214,10 +236,12 @@ class ShardedRecord(torch.Tensor):
 
 
 def rebuild_record(
-    local: Tensor, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], rank: int, apart: bool = False
+    local: Tensor, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], rank: int, apart: bool = False,
+    *names: str | None,
 ) -> ShardedRecord:
-    """A record as it comes from a file: without a group."""
-    return ShardedRecord(local, Placement(shape, bounds, rank, apart=apart))
+    """A record as it comes from a file: without a group. ``names``: its FQN and unit; old files have none."""
+    fqn, unit = names or (None, None)
+    return ShardedRecord(local, Placement(shape, bounds, rank, apart=apart, fqn=fqn, unit=unit))
 
 
 # ---------------------------------------------------------------------- what a record can do
@@ -241,8 +265,10 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``record.copy_(other record of the same rows)``, or ``record.copy_(whole tensor)``."""
     target, source = args[:2]
     if not isinstance(target, ShardedRecord):
-        raise CheckpointError("a plain tensor cannot take in a sharded record",
-                              remedy="Copy record.full_tensor(), or record.to_local().")
+        place = source.placement
+        raise CheckpointError("a plain tensor cannot take in a sharded record", fqn=place.fqn, unit=place.unit,
+                              expected="a whole tensor", got=place.told,
+                              remedy=_remedy(place, func))
     place = target.placement
     if isinstance(source, ShardedRecord):
         if not source.placement.same_rows(place):

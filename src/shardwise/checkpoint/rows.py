@@ -24,7 +24,7 @@ def placement_of(storage: FlatStorage, index: int) -> Placement:
     spans = [storage.layout.span(index, rank) for rank in range(storage.world_size)]
     bounds = tuple((span.start // row, span.stop // row) for span in spans)
     return Placement(shape, bounds, storage.rank, storage.comm, storage.compute_device,
-                     storage.owned[index].parallel)
+                     storage.owned[index].parallel, fqn=storage.layout.parameters[index].fqn, unit=storage.unit)
 
 
 def rows_now(storage: FlatStorage, index: int) -> Tensor:

@@ -30,6 +30,7 @@ from ..torch_private import (
     scaler_check,
     without_torch_function,
 )
+from .saved_rows import tell_of_rows
 
 __all__ = ["AllReduces", "GradientKind", "PartialNorm", "PartialNorms", "ShardedGradient", "combine_norms", "plain"]
 
@@ -60,6 +61,7 @@ class ShardedGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        tell_of_rows(self.comm.size)
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -17,6 +17,7 @@ from ..comm.errands import Errand
 from ..errors import LifecycleError
 from ..torch_private import WeakIdKeyDictionary, mark_foreach_supported
 from .global_norm import ShardedGradient
+from .saved_rows import tell_of_rows
 from .whole_edits import EDITS, explains
 from .whole_value import WholeValue, gather_one
 
@@ -90,6 +91,13 @@ class ShardedMethods:
         if index < 0:
             return storage.gather_flat(mine)
         return mine.clone() if storage.widened else gather_one(storage, index, mine)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As an ordinary parameter of what this one shows."""
+        home = home_of(cast(nn.Parameter, self))
+        if home is not None and not home[0].whole:
+            tell_of_rows(home[0].world_size)
+        return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with what this one shows: rows, or inside a summon the whole.
