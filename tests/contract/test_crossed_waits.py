@@ -38,6 +38,24 @@ def test_C8_a_checkpoint_on_one_rank_and_a_gather_on_the_other(rank: int) -> Non
     assert ("rank 0 is in an exchange of words, as a checkpoint needs it (at train.py:0), "
             "rank 1 is in gather with tag 4 (at train.py:1)") in text
     assert "as many batches" in text
+    assert peers.gather(f"new {rank}") == ["new 0", "new 1"]  # and not what was said before
+
+
+@ranks(4)
+def test_C8_who_waits_beside_them_hears_of_it(rank: int) -> None:
+    """Ranks 2 and 3 are in the checkpoint of rank 0, and not in the gather of rank 1."""
+    pair, every = dist.new_group([0, 1]), dist.new_group([0, 1, 2, 3])
+    with (patch.dict(os.environ, SHARDWISE_LOST_AFTER="0.8"), patch.object(Beats, "_far", frozenset())):
+        peers = Peers.of(every)
+        if rank < 2:
+            comm = collectives_for(pair, torch.device("cpu"))
+            comm.barrier()
+        with pytest.raises(DivergenceError, match=r"rank 0 is in .*, rank 1 is in "):
+            if rank == 1:
+                comm.all_gather(torch.empty(2), torch.ones(1), tag=4)
+            else:
+                peers.gather("a plan")
+    assert peers.gather(rank) == [0, 1, 2, 3]
 
 
 def test_C8_only_a_rank_that_goes_on_waiting_for_this_one_is_an_error() -> None:

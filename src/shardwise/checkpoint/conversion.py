@@ -156,7 +156,7 @@ def _write_safetensors(found: Opened, target: Path, max_shard_bytes: int) -> Non
         texts[STATE] = json.dumps(state)
     snapshot = _Lazy(tuple(file for plan in plans.values() for file in plan.files),
                      {base: plan.places() for base, plan in plans.items()}, {}, texts, lazy)
-    SaveJob(target.absolute(), snapshot, Peers(None), SharedFolder(target.absolute())).run()
+    SaveJob(target.absolute(), snapshot, Peers(), SharedFolder(target.absolute())).run()
 
 
 def _write_torch(found: Opened, target: Path, to: str) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import (
 from ..errors import DivergenceError, PeerError
 from ..torch_private import group_timeout
 from .agreement import LOOK_THERE
-from .crossing import Crossing
+from .crossing import Crossing, closed
 from .errands import in_errand
 from .last_words import introduce, lost
 from .rendezvous import host_name
@@ -47,12 +47,13 @@ _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKey
 class Peers:
     """The ranks that do something together; this process alone where nothing is distributed."""
 
-    def __init__(self, channel: dist.ProcessGroupGloo | None = None, members: Sequence[int] = (0,),
-                 limit_s: float = 0.0) -> None:
-        self._channel, self._limit_s = channel, limit_s
+    def __init__(self, rank: int = 0, members: Sequence[int] = (0,), limit_s: float = 0.0, store: Any = None,
+                 name: str = "") -> None:
+        self.rank, self.size = rank, len(members)
         self.members = tuple(members)  #: their global ranks, in the order of the group
-        self.rank = 0 if channel is None else channel.rank()
-        self.size = 1 if channel is None else channel.size()
+        self._limit_s, self._store, self._name = limit_s, store, name  # no store: of a rank alone
+        self._channel: Any = None
+        self._generation = 0  #: of the channel: another one comes after a wait that was given up
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Peers:
@@ -70,35 +71,32 @@ class Peers:
             introduce()
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may hold addresses of an earlier one
             store = PrefixStore(f"shardwise/peers/{start}", group.get_group_store())
-            _muster(store, members, limit_s)
-            try:
-                channel = dist.ProcessGroupGloo(
-                    store, dist.get_rank(group), dist.get_world_size(group), timedelta(seconds=limit_s))
-            except RuntimeError as error:
-                raise _lost(members, error) from error
-            _CHANNELS[group] = peers = cls(channel, members, limit_s)
+            peers = cls(dist.get_rank(group), members, limit_s, store, f"{group.group_name} {start}")
+            with peers._joined():
+                _CHANNELS[group] = peers
             names = peers.gather(_here())
             begin_beats(dict(zip(members, names, strict=True)), limit_s)
         return _CHANNELS[group]
 
     def gather(self, word: Any) -> list[Any]:
         """What every rank said, in rank order. Raises ``PeerError`` if one of them is gone."""
-        if self._channel is None:
+        if self._store is None:
             return [word]
-        with self._naming_the_lost():
-            return self._gather(self._channel, pickle.dumps(word))
+        with self._joined() as channel:
+            return self._gather(channel, pickle.dumps(word))
 
     def tell(self, word: Any, source: int) -> Any:
         """The ``word`` of rank ``source`` of the group, on every rank. Raises ``PeerError`` if one of them is gone."""
-        if self._channel is None:
+        if self._store is None:
             return word
         said = pickle.dumps(word) if self.rank == source else b""
         size = torch.tensor([len(said)])
-        self._broadcast(self._channel, size, source)
-        words = torch.empty(int(size.item()), dtype=torch.uint8)
-        if said:
-            words.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        self._broadcast(self._channel, words, source)
+        with self._joined() as channel:
+            self._broadcast(channel, size, source)
+            words = torch.empty(int(size.item()), dtype=torch.uint8)
+            if said:
+                words.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            self._broadcast(channel, words, source)
         return pickle.loads(words.numpy().tobytes())
 
     def all_to_all(self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
@@ -106,29 +104,38 @@ class Peers:
 
         1-D, in host memory, of one dtype. Raises ``PeerError`` if a rank is gone.
         """
-        channel: Any = self._channel
-        if channel is None:
+        if self._store is None:
             out.copy_(full)
             return
         options = AllToAllOptions()
         options.timeout = _PATIENCE
-        with self._naming_the_lost():
+        with self._joined() as channel:
             self._wait(channel.alltoall_base(out, full, list(received), list(sent), options))
 
     def _broadcast(self, channel: Any, tensor: Tensor, source: int) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, _PATIENCE
-        with self._naming_the_lost():
-            self._wait(channel.broadcast([tensor], options))
+        self._wait(channel.broadcast([tensor], options))
 
     @contextmanager
-    def _naming_the_lost(self) -> Generator[None]:
+    def _joined(self) -> Generator[Any]:
+        """The channel. In one where a rank waits no longer, what it said would be taken for what it says now."""
         try:
-            yield
+            while closed(self._place):
+                self._channel, self._generation = None, self._generation + 1
+            if self._channel is None:
+                store = PrefixStore(str(self._generation), self._store)
+                _muster(store, self.members, self._limit_s, self._place)
+                self._channel = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._limit_s))
+            yield self._channel
         except (PeerError, DivergenceError):
             raise
         except RuntimeError as error:
             raise _lost(self.members, error) from error
+
+    @property
+    def _place(self) -> str:
+        return f"words of {self.members} in {self._name}, {self._generation}"
 
     def _gather(self, channel: Any, said: bytes) -> list[Any]:
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -142,33 +149,33 @@ class Peers:
     def _wait(self, work: Any) -> None:
         """A rank may be busy for long; but look whether it lives."""
         signs, limit_s = Signs(), min(lost_after() or self._limit_s, self._limit_s)
-        crossing = _crossing(self.members)
+        crossing = _crossing(self._place)
         while True:
             try:
                 work.wait(timedelta(seconds=min(limit_s / 16, 1.0)))
                 return
             except RuntimeError as error:
-                if work.is_completed():
-                    raise
-                if lost := signs.lost(self.members, limit_s):
-                    _keep(self._channel, work)
-                    raise _lost(self.members, error, lost) from error
                 try:
                     crossing.look(self.members)
                 except DivergenceError:
                     _keep(self._channel, work)
                     raise
+                if work.is_completed():
+                    raise
+                if lost := signs.lost(self.members, limit_s):
+                    _keep(self._channel, work)
+                    raise _lost(self.members, error, lost) from error
 
 
-def _crossing(members: Sequence[int]) -> Crossing:
-    return Crossing(f"words of {tuple(members)}", f"an exchange of words{in_errand() or ', as a checkpoint needs it'}")
+def _crossing(place: str) -> Crossing:
+    return Crossing(place, f"an exchange of words{in_errand() or ', as a checkpoint needs it'}", once=True)
 
 
-def _muster(store: Any, members: Sequence[int], limit_s: float) -> None:
+def _muster(store: Any, members: Sequence[int], limit_s: float, place: str) -> None:
     """Wait until all ranks want a channel, for gloo looks at nobody while it connects."""
     keys = {rank: f"here/{rank}" for rank in members}
     store.set(keys[dist.get_rank()], "")
-    signs, crossing, pause = Signs(), _crossing(members), 0.001
+    signs, crossing, pause = Signs(), _crossing(place), 0.001
     began = look = time.monotonic()
     while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         time.sleep(pause)
