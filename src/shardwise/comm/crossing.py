@@ -53,7 +53,8 @@ class Crossing:
     def look(self, needed: Sequence[int]) -> None:
         """Raise ``DivergenceError`` if a rank of ``needed`` waits for this one elsewhere."""
         if self._once and (text := closed(self._place)):
-            raise DivergenceError.retold(text)
+            error = DivergenceError.retold(text)
+            raise error
         if threading.current_thread() is not threading.main_thread() or not dist.is_initialized():
             return  # a thread in the background may wait while training goes on
         own, others = dist.get_rank(), [rank for rank in needed if rank != dist.get_rank()][:_NEIGHBOURS]
