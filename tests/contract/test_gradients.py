@@ -249,6 +249,21 @@ def test_U58_what_is_thawed_while_gradients_are_unsent(front: str, large: bool, 
 
 @ranks(2)
 @pytest.mark.parametrize("front", FRONTS)
+def test_U58_what_is_replaced_while_gradients_are_unsent(front: str, rank: int, world: int) -> None:
+    """A new parameter has no gradient, as in an unsharded model; that of the old one is gone with it."""
+    twins = Twins(TinyMLP, front, (rank, world))
+    with unsynced(twins.model, front):
+        twins.backward(0)
+    for model in (twins.model, twins.plain):
+        module: Any = model
+        rows, columns = module.middle.out_features, module.middle.in_features
+        module.middle.weight = nn.Parameter(torch.linspace(-1, 1, rows * columns).view(rows, columns))
+    twins.backward(1)
+    twins.check_gradients()
+
+
+@ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
 def test_a_gradient_is_no_view(front: str, rank: int, world: int) -> None:
     """What older programs do in place of ``zero_grad`` works, and a change in place is that of one gradient only."""
     twins = Twins(TinyMLP, front, (rank, world))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..torch_private import no_gradients
 from .targets import Target
@@ -13,7 +13,7 @@ from .targets import Target
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["forget", "holds_gradients", "replan", "waits_for_replicas"]
+__all__ = ["forget", "forget_replaced", "holds_gradients", "replan", "waits_for_replicas"]
 
 
 def holds_gradients(unit: Unit) -> bool:
@@ -62,3 +62,11 @@ def forget(unit: Unit, targets: Sequence[Target]) -> None:
         for target in targets:
             chunk[target.kept] = 0
             used[target.number] = False
+
+
+def forget_replaced(unit: Unit, before: Sequence[Sequence[nn.Parameter]]) -> None:
+    """A parameter that took the place of one of ``before`` has nothing of what waits for that one."""
+    if holds_gradients(unit):
+        known = {id(storage): parameters for storage, parameters in zip(unit.storages, before, strict=True)}
+        forget(unit, [target for target in unit.collector.targets
+                      if known[id(target.storage)][target.index] is not target.storage.parameters[target.index]])

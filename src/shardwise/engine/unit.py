@@ -30,7 +30,7 @@ from .collect import Collector
 from .gather import Gather
 from .numbering import number
 from .reduce import Groups, Reduced, Reducer
-from .replan import replan
+from .replan import forget_replaced, replan
 from .settings import Schedule, Settings
 from .turns import Turns
 from .values import count_changes, require_values
@@ -125,17 +125,18 @@ class Unit:
         edited = False
         self.follow_off_meta()
         if self.face.strangers():
-            edited = True
+            edited, before = True, [[*storage.parameters] for storage in self.storages]
             for storage in take_over_replacements(self.face):
                 owner = self.owning(storage)
                 if owner is not None and owner is not self and owner not in self.needs:
                     self.needs.append(owner)
+            forget_replaced(self, before)
         if self.roster.has_newcomers and adopt:
             self.take_in(self)
         for storage in self.storages:
-            before = storage.leaves
+            leaves = storage.leaves
             edited |= take_over_edits(storage)
-            self._replan |= storage.leaves is not before
+            self._replan |= storage.leaves is not leaves
             self._replan |= storage.last_seen.follow_requires_grad(storage.visible, storage.leaves)
         if self._replan:
             self._replan = not replan(self)
