@@ -26,7 +26,7 @@ __all__ = [
     "NO_HOOKS", "AgreeingGradScaler", "TorchDispatchMode", "WeakIdKeyDictionary", "Wish", "allow_gradient_dtype",
     "bare_tensor", "base_of", "buffer_table", "foreach_add", "foreach_copy", "foreach_norm",
     "forget_foreach_supported", "gradient_dtype", "gradient_hooks", "group_timeout", "has_levels",
-    "hook_gradient", "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "levels_of",
+    "hook_gradient", "ignored_by_ddp", "in_backward", "in_tracing", "is_persistent_buffer", "is_view", "levels_of",
     "load_hook_count", "made_after", "mark_foreach_supported", "never_traced", "no_gradients",
     "no_torch_function", "outside_transforms", "passed_through", "queue_after_backward", "quick_gather",
     "quick_reduce_scatter", "run_gradient_hooks", "run_post_accumulate_hooks", "scaler_check", "swap_storage",
@@ -64,9 +64,9 @@ def load_hook_count(module: nn.Module) -> int:
     return len(module._load_state_dict_pre_hooks)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """What ``tensor`` is a differentiable view of: after an in-place change of it, autograd goes through that."""
-    return tensor._base if tensor._is_view() else None
+#: is a tensor a differentiable view, and of which other one? After an in-place change autograd goes through that
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def made_after(node: Any, other: Any) -> bool:

@@ -7,10 +7,13 @@ The bound gradients are views of one chunk to which the engine keeps no referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_not, ne
 
 import torch
 from torch import Tensor
 
+from ..comm.lanes import Lanes
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage
 from ..storage.sharded_parameter import held_gradient, hold_gradient
@@ -28,53 +31,110 @@ from .collect import Collector
 from .hidden_gradients import drop_zeroed, show_gradients
 from .hidden_hooks import run_hidden_hooks, run_hidden_post_hooks
 from .reduce import Reduced
-from .targets import Binding
+from .targets import Binding, Cut
 
-__all__ = ["bind"]
+__all__ = ["Arrivals", "bind"]
+
+_parameter = attrgetter("parameter")
 
 
-def bind(collector: Collector, reduced: Reduced,
-         wanted: Callable[[Sequence[int]], bool] | None = None) -> None:
-    """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the chunk.
+class Arrivals:
+    """What was reduced of one unit and is not bound yet."""
 
-    To be called without grad mode.
+    __slots__ = ("_collector", "_lanes", "_sent", "at_once")
+
+    def __init__(self, collector: Collector, lanes: Lanes) -> None:
+        self._collector, self._lanes = collector, lanes
+        self._sent: list[Reduced] = []
+        self.at_once = False  #: it is bound as soon as it comes, and not after the backward
+
+    def add(self, sent: Reduced) -> None:
+        """A chunk has arrived. Without grad mode."""
+        self._sent.append(sent)
+        if self.at_once or len(self._sent) > 1:
+            self.bind()
+
+    def bind(self, *, free: bool = False) -> None:
+        """Give the parameters that this rank used their gradients. Without grad mode.
+
+        ``free``: they were seen to have neither gradients nor hooks.
+        """
+        while self._sent:
+            sent = self._sent.pop(0)
+            if not self._lanes.immediate:
+                self._lanes.compute.note("bind", reads=[sent.chunk])
+            bind(self._collector, sent.chunk, None if False not in sent.used else sent.has_any, free=free)
+
+    def bind_unused(self, sent: Reduced, used_anywhere: Sequence[bool]) -> None:
+        """Give the parameters that only other ranks used their part of ``sent``. Without grad mode.
+
+        A flat parameter that this rank used in part has the whole of it already.
+        """
+        bind(self._collector, sent.chunk,
+             lambda numbers: any(used_anywhere[n] for n in numbers) and not sent.has_any(numbers))
+
+    def forget(self) -> None:
+        """An exception threw the iteration away."""
+        self._sent.clear()
+
+    @staticmethod
+    def choose(all_of_them: Sequence[Arrivals]) -> None:
+        """Decide, as a backward begins, whose gradients are bound at once; the others are bound together after it.
+
+        Together takes half the time. At once go those that hooks of the user's wait for, and those that must not be
+        held twice: where there is a gradient already, or where the host keeps them.
+        """
+        some = not Arrivals.are_free(all_of_them)
+        for one in all_of_them:
+            one.at_once = some and not Arrivals.are_free([one])
+            for storage in one._collector.live:
+                if storage.hidden or storage.place.offload:
+                    one.at_once = True
+
+    @staticmethod
+    def are_free(all_of_them: Sequence[Arrivals]) -> bool:
+        """Have their parameters neither gradients nor hooks?"""
+        seen = chain.from_iterable([cut.seen for one in all_of_them for cut in one._collector.cuts])
+        parameters = [*map(_parameter, seen)]
+        with without_torch_function():
+            return not (any(map(is_not, map(held_gradient, parameters), repeat(None)))
+                        or any(map(ne, map(gradient_hooks, parameters), repeat(NO_HOOKS))))
+
+
+def bind(collector: Collector, chunk: Tensor, wanted: Callable[[Sequence[int]], bool] | None = None, *,
+         free: bool = False) -> None:
+    """Give the parameters whose targets are ``wanted`` (None: all of them) their part of the reduced chunk.
+
+    To be called without grad mode. ``free``: all have been seen to be.
     """
-    peculiar: list[tuple[Binding, Tensor]] = []  # more is to be done than to give the parameter its gradient
     for storage in collector.live:
         if storage.hidden:  # before a step of the flat parameter, which would be lost
             take_over_edits(storage)
-    sources = _sources(reduced.chunk, collector)
-    with without_torch_function():
-        for cut in collector.cuts:
-            pieces = cut.pieces(sources[cut.storage])
-            for number, binding, size, stride in cut.rows:
-                if wanted is not None and not wanted(binding.numbers):
-                    continue
-                gradient = pieces[number]
-                if size is not None:
-                    gradient = (gradient.view(size) if stride is None else
-                                gradient.as_strided(size, stride, gradient.storage_offset())).data  # no view
-                gradient.__class__ = binding.kind
-                parameter = binding.seen.parameter
-                if (held_gradient(parameter) is not None or gradient.dtype is not gradient_dtype(parameter)
-                        or gradient_hooks(parameter) != NO_HOOKS or binding.storage.hidden):
-                    peculiar.append((binding, gradient))
-                else:
-                    _hold(binding, gradient)
-    if peculiar:
-        _bind_with_care(peculiar)
+    sources = _sources(chunk, collector)
+    for cut in collector.cuts:
+        gradients = cut.gradients(sources[cut.storage])
+        if not (free and wanted is None and _hold_all(cut, gradients)):
+            _bind_with_care([(binding, gradient) for binding, gradient in zip(cut.bindings, gradients, strict=True)
+                             if wanted is None or wanted(binding.numbers)])
 
 
-def _hold(binding: Binding, gradient: Tensor) -> None:
+def _hold_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
+    """Let the parameters have ``gradients``. False where one cannot: a value of another shape was assigned after the
+    forward, or its gradients have another dtype."""
     try:
-        hold_gradient(binding.seen.parameter, gradient)
-    except RuntimeError:  # another shape: a whole value was assigned after the forward
-        take_over_edits(binding.storage)
-        hold_gradient(binding.seen.parameter, gradient)
+        with without_torch_function():
+            for parameter, gradient in zip(map(_parameter, cut.seen), gradients, strict=True):
+                hold_gradient(parameter, gradient)
+    except RuntimeError:
+        with without_torch_function():
+            for seen in cut.seen:  # they had none
+                hold_gradient(seen.parameter, None)
+        return False
+    return True
 
 
 def _bind_with_care(pairs: Sequence[tuple[Binding, Tensor]]) -> None:
-    """For what has hooks of the user's, a gradient already, another dtype, or parameters behind it."""
+    """Where there may be hooks of the user's, a gradient already, another dtype, or parameters behind them."""
     hidden = [(binding.storage, gradient) for binding, gradient in pairs if binding.storage.hidden]
     for storage, gradient in hidden:
         drop_zeroed(storage)
@@ -120,6 +180,8 @@ def _hooked(binding: Binding, gradient: Tensor) -> Tensor:
 
 def _give(binding: Binding, gradient: Tensor) -> None:
     storage, seen = binding.storage, binding.seen
+    if seen.parameter.shape != gradient.shape:  # a whole value was assigned after the forward
+        take_over_edits(storage)
     parameter = seen.parameter
     held = parameter.grad
     if held is None:

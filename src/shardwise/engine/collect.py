@@ -35,6 +35,12 @@ _STRIDED, _layout = frozenset({torch.strided}), attrgetter("layout")
 class Collector:
     """The unsent gradients of one unit. ``on_first()`` is called when a backward pass brings its first."""
 
+    __slots__ = (
+        "__weakref__", "_eighths", "_filled", "_hooks", "_lanes", "_listens_to_all", "_on_first", "_quiet",
+        "_ready", "_split", "_storages", "_views", "_waiting", "buffer", "cuts", "keep",
+        "live", "patient", "plan", "scale", "targets", "wire_dtype",
+    )
+
     #: gradients of at least this many elements are copied as soon as they arrive
     LARGE = 65_536
 
@@ -273,11 +279,7 @@ class Collector:
 
     def drop(self) -> None:
         """Forget what arrived, and give the memory back."""
-        self._waiting.clear()
-        self._filled.clear()
-        for target in self.targets:
-            target.leaf.grad = None
-        self.close()
+        self.forget(self.targets)
 
     def forget(self, targets: Iterable[Target]) -> None:
         """The same for some of them."""

@@ -25,6 +25,8 @@ __all__ = ["Gather"]
 class Gather:
     """Moves the parameters of one unit from shards into gathered buffers, and frees them."""
 
+    __slots__ = ("_all", "_handle", "_held", "_kept", "_ready", "_staging", "comm", "keeping", "lanes", "small")
+
     def __init__(self, storages: Sequence[FlatStorage], comm: Collectives, lanes: Lanes) -> None:
         self.comm, self.lanes = comm, lanes
         self._all = storages  # the unit's own list: it may grow
@@ -75,24 +77,28 @@ class Gather:
             for storage in moving:  # what the user sees inside a summon is what forward computes with
                 storage.fill_leaves()
             return
-        lane = self.lanes.gather
+        if self.lanes.immediate:
+            self._begin(moving, tag)
+            return
+        lane, reads = self.lanes.gather, self._kept or [s.shard for s in moving]
         with lane:
-            for buffer in held:
-                buffer.allocate()
-            kept = self._kept
-            if kept is not None:
-                self._handle = self._start_kept(moving)
-            elif self.comm.size == 1:
-                for storage in moving:
-                    storage.own_slot.copy_(storage.shard, non_blocking=True)
-            elif len(moving) == 1:
-                self._handle = self.comm.all_gather(moving[0].full, self._source(moving[0]), tag=tag)
-            else:
-                self._handle = self._start_staged(moving, tag)
-            if not self.lanes.immediate:
-                lane.note("gather", reads=kept or [s.shard for s in moving], writes=held)
-                self._complete()
-                self._ready = lane.mark()
+            self._begin(moving, tag)
+            lane.note("gather", reads=reads, writes=held)
+            self._complete()
+            self._ready = lane.mark()
+
+    def _begin(self, moving: Sequence[FlatStorage], tag: int) -> None:
+        for buffer in self._held:
+            buffer.allocate()
+        if self._kept is not None:
+            self._handle = self._start_kept(moving)
+        elif self.comm.size == 1:
+            for storage in moving:
+                storage.own_slot.copy_(storage.shard, non_blocking=True)
+        elif len(moving) == 1:
+            self._handle = self.comm.all_gather(moving[0].full, self._source(moving[0]), tag=tag)
+        else:
+            self._handle = self._start_staged(moving, tag)
 
     @staticmethod
     def _source(storage: FlatStorage) -> Tensor:
@@ -124,9 +130,8 @@ class Gather:
             handle.wait()
         return handles[-1]
 
-    def _keep_part(self) -> None:
-        small = self.small
-        if small is not None and self._kept is None and self._moving:
+    def _keep_part(self, small: Neighbours) -> None:
+        if self._kept is None and self._moving:
             with self.lanes.gather:
                 self._kept = [s.full.view(small.size, -1)[small.rank].clone() for s in self._moving]
                 self.lanes.gather.note("keep", reads=self.buffers, writes=self._kept)
@@ -167,6 +172,7 @@ class Gather:
             self.lanes.gather.wait(after if after is not None else self.lanes.compute.mark())
         if self.keeping:
             self.keeping = False
-            self._keep_part()
+            if self.small is not None:
+                self._keep_part(self.small)
         for buffer in self._held:
             buffer.free()

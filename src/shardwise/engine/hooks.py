@@ -26,7 +26,7 @@ from .session import Session
 from .side_outputs import SideOutputs
 from .step import Call
 from .unit import Unit
-from .watch import Watched, nodes_of, watch, watch_input
+from .watch import Watched, alone, nodes_of, watch, watch_input
 
 __all__ = [
     "COPYING", "Place", "StateAdapter", "UnitHooks", "abandon", "alias", "attach", "attach_places",
@@ -42,6 +42,8 @@ _KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 class UnitHooks:
     """The hooks of one module of a unit."""
+
+    __slots__ = ("__weakref__", "_failed", "_handles", "_open", "_side", "_start_session", "session", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, start_session: Callable[[Unit], Session]) -> None:
         self.unit, self._start_session = unit, start_session
@@ -77,11 +79,8 @@ class UnitHooks:
     @never_traced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Enter the unit; outside the graph where a compiler looks on."""
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._before)(args, kwargs)  # pyright: ignore[reportCallIssue]
-        return self._before(args, kwargs)
-
-    def _before(self, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self.before_forward)(module, args, kwargs)  # pyright: ignore[reportCallIssue]
         session = self.session or self._join()
         unit = self.unit
         if self._open and running(unit.modules) <= len(self._open):
@@ -108,11 +107,8 @@ class UnitHooks:
     @never_traced
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Leave the unit; also called when forward raised, with ``output`` None."""
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._after)(args, kwargs, output)  # pyright: ignore[reportCallIssue]
-        return self._after(args, kwargs, output)
-
-    def _after(self, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self.after_forward)(module, args, kwargs, output)  # pyright: ignore[reportCallIssue]
         if self._failed or not self._open:
             self._failed = False
             return None
@@ -124,10 +120,12 @@ class UnitHooks:
         if output is None and (error := present_failure()) is not None:
             session.departures.failed(unit, error)
         changed = cast_outputs(unit, output) if unit.precision.output is not None else output
-        if torch.is_grad_enabled() and output is not None and not session.step.is_entered(unit):
-            nodes = nodes_of(changed, self._side.found(args, kwargs), watched)
+        if torch.is_grad_enabled() and output is not None and not (
+                session.step.entered and session.step.is_entered(unit)):
+            left = self._side.found(args, kwargs)
+            nodes = nodes_of(changed, left, watched)
             if nodes:
-                watch(self, call, nodes, watched)
+                watch(self, call, nodes, watched, alone(changed, nodes, left))
             else:
                 unit.collector.listen_to_all()
         return changed if changed is not output else None

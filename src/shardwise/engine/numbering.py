@@ -8,7 +8,12 @@ from typing import Protocol
 
 from ..comm.collectives import Collectives
 
-__all__ = ["Numbered", "count_of", "number", "renumber"]
+__all__ = ["ALL_REDUCE", "GATHER", "OTHER", "PHASES", "REDUCE", "Numbered", "count_of", "number", "renumber"]
+
+#: a collective's tag is ``number * PHASES`` of its unit plus what it is for
+PHASES = 4
+GATHER, REDUCE, ALL_REDUCE, OTHER = range(PHASES)
+
 
 class Numbered(Protocol):
     """A unit."""
@@ -34,8 +39,8 @@ class _Numbers:
 
     def describe(self, tag: int) -> str:
         """The unit that a collective with ``tag`` is for."""
-        unit = self._units.get(tag // 4)
-        return unit.name if unit is not None else f"unit number {tag // 4}"
+        unit = self._units.get(tag // PHASES)
+        return unit.name if unit is not None else f"unit number {tag // PHASES}"
 
 
 _NUMBERS: weakref.WeakKeyDictionary[Collectives, _Numbers] = weakref.WeakKeyDictionary()

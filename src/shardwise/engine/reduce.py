@@ -11,7 +11,7 @@ two as balances both).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -95,11 +95,17 @@ class Reduced:
     summed: bool = False
     final: bool = True  #: False: not yet combined over replicas
     mark: object = None
-    bound: bool = False  #: the parameters that this rank used have their gradients
+    arrived: bool = False  #: the parameters that this rank used have their gradients, or will after the backward
+
+    def has_any(self, numbers: Sequence[int]) -> bool:
+        """Did this rank fill any of these targets?"""
+        return any(self.used[number] for number in numbers)
 
 
 class Reducer:
     """Sends a unit's gradients; at most one chunk is on its way. To be used without grad mode."""
+
+    __slots__ = ("_lanes", "all_reduce_hook", "comm_hook", "divide_factor", "groups", "partial")
 
     def __init__(self, groups: Groups, lanes: Lanes) -> None:
         self.groups, self._lanes = groups, lanes
@@ -123,26 +129,27 @@ class Reducer:
 
     def start(self, full: Tensor, used: list[bool], tag: int) -> Reduced:
         """Begin to send ``full`` [N * C] (overwritten); the chunk [C] is new memory."""
-        lanes, shard = self._lanes, self.groups.shard
-        if not lanes.immediate:
+        lanes = self._lanes
+        if lanes.immediate:
+            chunk, handle = self._begin(full, tag)
+        else:
             lanes.reduce.wait(lanes.compute.mark())
-        with lanes.reduce:
-            if shard.size == 1:
-                chunk, handle = full.clone(), DONE
-            else:
-                chunk = full.new_empty(full.numel() // shard.size)
-                handle = self._reduce_scatter(chunk, full, tag)
-            if not lanes.immediate:
+            with lanes.reduce:
+                chunk, handle = self._begin(full, tag)
                 lanes.reduce.note("reduce", reads=[full], writes=[chunk])
-            return Reduced(chunk, full, used, handle)
+        return Reduced(chunk, full, used, handle)
 
-    def _reduce_scatter(self, chunk: Tensor, full: Tensor, tag: int) -> Handle:
-        if self.comm_hook is None:
-            if full.is_complex():
-                chunk, full = _real(chunk), _real(full)
-            return self.groups.shard.reduce_scatter(chunk, full, tag=tag)
-        self.comm_hook.hook(self.comm_hook.state, full.detach(), chunk)
-        return DONE
+    def _begin(self, full: Tensor, tag: int) -> tuple[Tensor, Handle]:
+        shard = self.groups.shard
+        if shard.size == 1:
+            return full.clone(), DONE
+        chunk = full.new_empty(full.numel() // shard.size)
+        if self.comm_hook is not None:
+            self.comm_hook.hook(self.comm_hook.state, full.detach(), chunk)
+            return chunk, DONE
+        if full.is_complex():
+            return chunk, shard.reduce_scatter(_real(chunk), _real(full), tag=tag)
+        return chunk, shard.reduce_scatter(chunk, full, tag=tag)
 
     def _all_reduce(self, chunk: Tensor, tag: int) -> None:
         replicate = self.groups.replicate
@@ -152,31 +159,34 @@ class Reducer:
             replicate.all_reduce(_real(chunk), tag=tag).wait()
 
     def finish(self, reduced: Reduced, tag: int, *, all_reduce: bool) -> None:
-        """Complete the sum and divide it. Not ``final`` where replicas are left for later."""
-        if reduced.summed:
-            return
-        with self._lanes.reduce:
-            reduced.handle.wait()
-            replicate = self.groups.replicate
-            partial = replicate is not None and replicate.size > 1 and not all_reduce
-            if partial or self.partial is not None:
-                self._add_earlier(reduced, keep=partial)
-            if not self._lanes.immediate:
-                self._lanes.reduce.note("combine", writes=[reduced.chunk])
-            if partial:
-                reduced.summed, reduced.final = True, False
-                reduced.mark = self._lanes.reduce.mark()
-                return
-            if replicate is not None or self.comm_hook is not None:
-                self._all_reduce(reduced.chunk, tag)
-            divisor = self._post_divisor(reduced.chunk.dtype)
-            if divisor != 1.0:
-                reduced.chunk.div_(_scalar(divisor, reduced.chunk.dtype))
-            if self.all_reduce_hook is not None:
-                self.all_reduce_hook(reduced.chunk)
-        if not self._lanes.immediate:
-            reduced.mark = self._lanes.reduce.mark()
+        """Complete the sum, once, and divide it. Not ``final`` where replicas are left for later."""
+        lane = self._lanes.reduce
+        if self._lanes.immediate:
+            self._combine(reduced, tag, all_reduce)
+        else:
+            with lane:
+                self._combine(reduced, tag, all_reduce)
+                lane.note("combine", writes=[reduced.chunk])
+            reduced.mark = lane.mark()
         reduced.summed = True
+
+    def _combine(self, reduced: Reduced, tag: int, all_reduce: bool) -> None:
+        if reduced.handle is not DONE:
+            reduced.handle.wait()
+        replicate = self.groups.replicate
+        partial = replicate is not None and replicate.size > 1 and not all_reduce
+        if partial or self.partial is not None:
+            self._add_earlier(reduced, keep=partial)
+        if partial:
+            reduced.final = False
+            return
+        if replicate is not None or self.comm_hook is not None:
+            self._all_reduce(reduced.chunk, tag)
+        divisor = self._post_divisor(reduced.chunk.dtype)
+        if divisor != 1.0:
+            reduced.chunk.div_(_scalar(divisor, reduced.chunk.dtype))
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(reduced.chunk)
 
     def _add_earlier(self, reduced: Reduced, *, keep: bool) -> None:
         """Add what waits for the replicas to ``reduced``; ``keep``: let the sum wait, in fp32 at least."""

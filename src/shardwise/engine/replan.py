@@ -29,6 +29,8 @@ def waits_for_replicas(unit: Unit) -> bool:
 def replan(unit: Unit) -> bool:
     """Plan for the leaves and the trained parameters of now. False: something waits; plan again once it has gone."""
     collector, partial = unit.collector, unit.reducer.partial
+    with no_gradients():
+        unit.arrivals.bind()  # by the plan before
     if not holds_gradients(unit):
         collector.rebuild()
         return True

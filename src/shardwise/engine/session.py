@@ -1,7 +1,4 @@
-"""One session per root: who runs next, what the present step has begun, and how to recover.
-
-All that lives for one iteration sits in one ``Step``; after an exception anywhere it is thrown away.
-"""
+"""One session per root: who runs next, what the present step has begun, and how to recover."""
 
 from __future__ import annotations
 
@@ -14,7 +11,15 @@ from ..comm.lanes import Lanes
 from ..plan.lifecycle import LEGAL_MOVES, Pass, Residency, refuse_move
 from ..plan.options import BackwardPrefetch
 from ..storage.guard import guard, unguard
-from ..torch_private import in_backward, never_traced, outside_transforms, queue_after_backward, transform_under_way
+from ..torch_private import (
+    in_backward,
+    never_traced,
+    no_gradients,
+    outside_transforms,
+    queue_after_backward,
+    transform_under_way,
+)
+from .bind import Arrivals
 from .buffers import buffers_for_compute, cast_buffers
 from .departures import Departures, declare_void
 from .likeness import require_likeness
@@ -42,7 +47,6 @@ class Session:
         self.departures = Departures(self)
         self.guarded = self._compared = False  # the second: what the ranks start from
         self._ended: Unit | None = None  #: the unit whose forward ended last
-        self.last_backward = True  #: False: reductions may stay on their way (set_is_last_backward)
         self._offloaded = any(storage.place.offload for unit in self.units for storage in unit.storages)
         for unit in self.units:
             unit.on_first_gradient = self.begin_backward  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +97,7 @@ class Session:
             self.settle()
         if not self.open and self.pass_ is not _BACKWARD:
             self._begin_forward()
-        edited = unit.take_over_edits()
+        edited = unit.residency is _SHARDED and not unit.untouched() and unit.take_over_edits()
         for owner in unit.needs:
             edited |= owner.take_over_edits()
         if edited:
@@ -117,7 +121,8 @@ class Session:
         kept = [unit for unit in self.units if unit.gather.holds_memory] if self.step.keep_gathered else []
         for unit in self.units:
             unit.before, unit.outstanding_before = None, unit.outstanding
-            unit.turns.begin()
+            if not unit.turns.alone:
+                unit.turns.begin()
             unit.gather.forget()
             idle = unit.residency is not _SHARDED and not self.residents.still_asked(unit)
             if idle and unit.settings.reshard_after_backward:
@@ -151,7 +156,7 @@ class Session:
         graded = torch.is_grad_enabled()
         kept_root = unit is self.root and unit.settings.keep_as_root and graded
         free = (unit.settings.reshard_after_forward and not kept_root) or not graded
-        free = free and not recomputing and (unit.turns.forward_over() or not self.open)
+        free = free and not recomputing and (unit.turns.alone or unit.turns.forward_over() or not self.open)
         unit.gather.keeping = graded and not recomputing
         self.unuse(unit, free=free)
         torch.clear_autocast_cache()  # it may hold casts of leaves: memory, and stale after the next step
@@ -182,6 +187,7 @@ class Session:
         for unit in self.units:
             unit.collector.begin_pass()
             unit.unwatched |= self.step.keep_gathered  # second derivatives may still be on their way
+        Arrivals.choose([unit.arrivals for unit in self.units])
         self._ending = ref(end := self.end_backward, self.departures.backward_dropped)
         queue_after_backward(end)
 
@@ -219,7 +225,7 @@ class Session:
         unit.unwatched |= not call.watched
         unit.collector.sweep()
         if unit.settings.unshard_in_backward:
-            over = unit.turns.backward_over(unit.outstanding)
+            over = unit.turns.alone or unit.turns.backward_over(unit.outstanding)
             self.unuse(unit, free=unit.settings.reshard_after_backward and over)
         if unit.outstanding <= 0 and not unit.unwatched:
             self.send(unit)
@@ -231,16 +237,17 @@ class Session:
         step = self.step
         if not unit.settings.sync_gradients or step.creating_graph:
             return
-        for earlier in step.reducing:
-            earlier.finish_reduce()
-        step.reducing.clear()
-        unit.owing = False
-        if unit.reduce():
-            if unit.groups.shard.overlaps or not self.lanes.immediate:
-                step.reducing.append(unit)
-            else:
-                unit.finish_reduce()
-            step.reduced[unit] = None
+        with no_gradients():
+            for earlier in step.reducing:
+                earlier.finish_reduce()
+            step.reducing.clear()
+            unit.owing = False
+            if unit.reduce():
+                if unit.groups.shard.overlaps or not self.lanes.immediate:
+                    step.reducing.append(unit)
+                else:
+                    unit.finish_reduce()
+                step.reduced[unit] = None
 
     @never_traced
     def end_backward(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Schedule", "Settings", "schedule_for"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Schedule:
     """When gathers start ahead of need."""
 
@@ -28,7 +28,7 @@ def schedule_for(schedule: Schedule, *, skips: bool) -> Schedule:
     return replace(schedule, backward=None, forward=False, skips=True) if skips else schedule
 
 
-@dataclass
+@dataclass(slots=True)
 class Settings:
     """What may be changed between steps; each field is one public setter."""
 

@@ -22,6 +22,8 @@ _MOST = 64  # entries of a container that are looked at
 class SideOutputs:
     """The attributes of a unit's own modules in which tensors with a history may lie."""
 
+    __slots__ = ("_places",)
+
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # torch's own layers keep no results
         custom = [m for m in modules if not type(m).__module__.startswith("torch.nn.")]
@@ -32,7 +34,7 @@ class SideOutputs:
         """Tensors with a history in plain attributes, one level down in containers, and in arguments that are such."""
         left: list[Tensor] = []
         for attributes, skip in self._places:
-            for value in islice(attributes.values(), skip, None):
+            for value in islice(attributes.values(), skip, None) if len(attributes) > skip else ():
                 if isinstance(value, Tensor):
                     if value.grad_fn is not None:
                         left.append(value)

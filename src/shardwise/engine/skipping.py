@@ -22,6 +22,7 @@ from ..comm.lanes import Lanes
 from ..errors import ConfigurationError, DivergenceError
 from ..plan.lifecycle import Pass, Residency
 from ..torch_private import no_gradients
+from .numbering import GATHER, OTHER, PHASES
 from .residents import Residents
 from .session import Session
 from .settings import Schedule
@@ -119,7 +120,7 @@ class SkippingSession(Session):
         with no_gradients():
             table = torch.tensor([mine, backward, -backward], dtype=torch.int64, device=device)
             for comm in root.groups.nontrivial:
-                comm.all_reduce(table, Reduction.MIN, tag=root.tag(3)).wait()
+                comm.all_reduce(table, Reduction.MIN, tag=root.number * PHASES + OTHER).wait()
             first, least, most = table.tolist()
         if least != -most:
             raise DivergenceError(
@@ -144,10 +145,12 @@ class SkippingSession(Session):
 
     def _reduce(self, unit: Unit) -> None:
         """At once and to the end: what the replicas do must not come between two agreements."""
-        if unit in self.step.reduced:  # for the second time in this backward
-            agree_on_unused([unit])
-        unit.reduce()
-        unit.finish_reduce()
+        with no_gradients():
+            if unit in self.step.reduced:  # for the second time in this backward
+                unit.arrivals.bind()
+                agree_on_unused([unit])
+            unit.reduce()
+            unit.finish_reduce()
         self.step.reduced[unit] = None
 
 
@@ -158,4 +161,4 @@ def _gather_again(unit: Unit) -> None:
     with unit.lanes.gather, no_gradients():
         mine = slots[0].clone() if len(slots) == 1 else torch.cat([slot.view(torch.uint8) for slot in slots])
         arrived = mine.new_empty(mine.numel() * unit.gather.comm.size)
-        unit.gather.comm.all_gather(arrived, mine, tag=unit.tag(0)).wait()
+        unit.gather.comm.all_gather(arrived, mine, tag=unit.number * PHASES + GATHER).wait()

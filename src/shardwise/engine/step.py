@@ -37,4 +37,4 @@ class Step:
 
     def is_entered(self, unit: Unit) -> bool:
         """Does a backward of ``unit`` run? A forward now is its recompute, whose own graph stays unused."""
-        return bool(self.entered) and any(call.unit is unit for call in self.entered)
+        return any(call.unit is unit for call in self.entered)

@@ -15,7 +15,7 @@ from ..storage.flat_storage import FlatStorage, Visible
 
 __all__ = ["Binding", "Cut", "Target", "cuts_of"]
 
-_Dims = tuple[int, ...] | None
+_Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,7 +25,6 @@ class Binding:
     storage: FlatStorage
     seen: Visible
     numbers: tuple[int, ...]
-    kind: type[Tensor]  #: the class of its gradient
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -34,11 +33,11 @@ class Binding:
 class Cut:
     """How one chunk is cut at once into the gradients of one storage: far quicker than a view for each.
 
-    ``sizes`` are those of all pieces, gaps included. ``rows`` tell which piece is whose, with the size of those
-    that are to be viewed, and the strides of those that no view can have.
+    ``sizes`` are those of all pieces, gaps included; ``places`` tell which of them is whose, in the order of
+    ``bindings``. Those that have not one dimension are given their shape afterwards, in place.
     """
 
-    __slots__ = ("rows", "sizes", "storage")
+    __slots__ = ("_shaped", "bindings", "kind", "places", "seen", "sizes", "storage")
 
     def __init__(self, storage: FlatStorage, bindings: Sequence[Binding], chunk_numel: int) -> None:
         self.storage, self.sizes = storage, list[int]()
@@ -52,18 +51,30 @@ class Cut:
                 end = binding.offset + numels[binding]
         if chunk_numel > end:
             self.sizes.append(chunk_numel - end)
-        self.rows: list[tuple[int, Binding, _Dims, _Dims]] = []  # in the order of the parameters
-        for binding in bindings:
+        self.bindings, self.seen = list(bindings), [binding.seen for binding in bindings]
+        self.kind = storage.kind.tensor_class  #: the class of the gradients
+        self.places = [places[binding] for binding in bindings]
+        self._shaped: list[tuple[int, _Dims, _Dims | None]] = []  # with the strides of those that are not plain
+        for place, binding in zip(self.places, bindings, strict=True):
             plain = torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
-            self.rows.append((places[binding], binding, None if len(binding.size) == 1 else binding.size,
-                              None if plain else binding.stride))
+            if len(binding.size) != 1 or not plain:
+                self._shaped.append((place, binding.size, None if plain else binding.stride))
 
-    def pieces(self, chunk: Tensor) -> Sequence[Tensor]:
-        """The pieces of ``chunk``; to be called without grad mode.
+    def gradients(self, chunk: Tensor) -> list[Tensor]:
+        """What ``chunk`` has for each of ``bindings``; to be called without grad mode.
 
         They share its memory, but no version counter: like gradients that autograd makes, they are no views.
         """
-        return chunk.unsafe_split_with_sizes(self.sizes)
+        pieces = chunk.unsafe_split_with_sizes(self.sizes)
+        for place, size, stride in self._shaped:
+            if stride is None:
+                pieces[place].resize_(size)
+            else:
+                pieces[place].as_strided_(size, stride)
+        gradients = [*map(pieces.__getitem__, self.places)]
+        for gradient in gradients:
+            gradient.__class__ = self.kind
+        return gradients
 
 
 class Target:
@@ -116,6 +127,6 @@ def cuts_of(live: Sequence[FlatStorage], targets: Sequence[Target], plan: Reduct
             mine = tuple(numbers[id(storage), i] for i in seen.indices if (id(storage), i) in numbers)
             if mine:
                 offset = base if storage.hidden and base is not None else plan.own[k][seen.indices[0]]
-                bindings.append(Binding(storage, seen, mine, storage.kind.tensor_class, seen.size, seen.stride, offset))
+                bindings.append(Binding(storage, seen, mine, seen.size, seen.stride, offset))
         cuts.append(Cut(storage, bindings, plan.chunk_numel))
     return cuts

@@ -8,8 +8,11 @@ __all__ = ["Turns"]
 class Turns:
     """Counts the forwards of a unit's modules; the unit may be freed once each could have had one."""
 
+    __slots__ = ("_modules", "_taken", "alone")
+
     def __init__(self, modules: int) -> None:
         self._modules, self._taken = modules, 0
+        self.alone = modules == 1  #: each forward and backward is the only one: nobody need ask
 
     def begin(self) -> None:
         """A forward of the root begins: whatever was left out in the last one is not waited for."""
@@ -22,4 +25,4 @@ class Turns:
 
     def backward_over(self, outstanding: int) -> bool:
         """One module's backward ended, and ``outstanding`` forwards wait for theirs."""
-        return self._modules == 1 or outstanding <= 0
+        return self.alone or outstanding <= 0

@@ -24,11 +24,11 @@ from ..storage.flat_storage import FlatStorage
 from ..storage.roster import Roster
 from ..storage.writeback import follow_off_meta, take_over_edits, take_over_replacements
 from ..torch_private import no_gradients, without_torch_function
-from .bind import bind
+from .bind import Arrivals
 from .buffers import UnitBuffers
 from .collect import Collector
 from .gather import Gather
-from .numbering import number
+from .numbering import ALL_REDUCE, GATHER, PHASES, REDUCE, number
 from .reduce import Groups, Reduced, Reducer
 from .replan import forget_replaced, replan
 from .settings import Schedule, Settings
@@ -44,8 +44,8 @@ class Unit:
     """The parameters of one or more modules, moved as one."""
 
     __slots__ = (
-        "__weakref__", "_replan", "asked", "before", "buffers", "collector", "face", "flags", "fqn", "gather",
-        "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
+        "__weakref__", "_replan", "arrivals", "asked", "before", "buffers", "collector", "face", "flags", "fqn",
+        "gather", "groups", "lanes", "modules", "needs", "number", "observer", "on_first_gradient",
         "outstanding", "outstanding_before", "owing", "own_modules", "policy", "precision", "reducer", "residency",
         "roster", "schedule", "sent", "settings", "storages", "take_in", "turns", "unwatched", "uses", "values",
     )
@@ -83,6 +83,7 @@ class Unit:
         self.sent: Reduced | None = None
         self.flags: list[bool] = []  #: which targets had a gradient here in the last reduction
         self.collector = Collector(self.storages, lanes, self._on_first)
+        self.arrivals = Arrivals(self.collector, lanes)
         self.on_first_gradient = _nothing  # set by the session
 
     def __repr__(self) -> str:
@@ -98,10 +99,6 @@ class Unit:
     def name(self) -> str:
         """For messages."""
         return self.fqn or "(root)"
-
-    def tag(self, phase: int) -> int:
-        """A number that all ranks of the group agree on: 0 gather, 1 reduce-scatter, 2 all-reduce."""
-        return self.number * 4 + phase
 
     def _move(self, residency: Residency) -> None:
         if self.residency * 100 + residency not in LEGAL_MOVES:
@@ -131,7 +128,7 @@ class Unit:
                 if owner is not None and owner is not self and owner not in self.needs:
                     self.needs.append(owner)
             forget_replaced(self, before)
-        if self.roster.has_newcomers and adopt:
+        if adopt and self.roster.has_newcomers():
             self.take_in(self)
         for storage in self.storages:
             leaves = storage.leaves
@@ -148,9 +145,9 @@ class Unit:
         """Is everything as the engine left it? The quick answer to what ``take_over_edits`` looks for."""
         with without_torch_function():
             for storage in self.storages:
-                if not storage.untouched:
+                if storage.widened or storage.hidden or not storage.last_seen.unchanged(storage.visible, storage.shard):
                     return False
-            return not self._replan and self.face.undisturbed() and not self.roster.has_newcomers
+            return not self._replan and self.face.undisturbed() and not self.roster.has_newcomers()
 
     def follow_off_meta(self) -> None:
         """Take over memory that was given to parameters on the meta device."""
@@ -192,7 +189,7 @@ class Unit:
                     require_values(self.name, self.storages, self.face)
             self._move(_UNSHARDING)
             self.values = count_changes(self.storages)
-            self.gather.start(self.tag(0))
+            self.gather.start(self.number * PHASES + GATHER)
             if self.observer is not None:
                 self.observer("gather", self.gather.nbytes)
 
@@ -223,53 +220,54 @@ class Unit:
     # ------------------------------------------------------------------ gradients
     def _on_first(self) -> None:
         if self.sent is not None:
-            self.finish_reduce()  # of what came earlier: it may still read the buffer that this gradient goes to
+            with no_gradients():
+                self.finish_reduce()  # of what came earlier: it may still read the buffer that this gradient goes to
         self.on_first_gradient()
-        self.collector.scale = 1.0 / self.reducer.pre_divisor(self.collector.wire_dtype)
+        wire = self.collector.wire_dtype
+        self.collector.scale = 1.0 if wire is not torch.float16 else 1.0 / self.reducer.pre_divisor(wire)
         self.collector.keep = not self.settings.sync_gradients
 
     def reduce(self) -> bool:
-        """Send the collected gradients. False if there is nothing to send."""
+        """Send the collected gradients. False if there is nothing to send. Without grad mode."""
         if self.collector.plan is None:
             return False
-        self.finish_reduce()
-        with no_gradients():
-            full, self.flags = self.collector.hand_over()
-            if self.observer is not None:
-                self.observer("reduce", self.collector.nbytes)
-            self.sent = self.reducer.start(full, self.flags, self.tag(1))
-            if not self.lanes.immediate:
-                self.reducer.finish(self.sent, self.tag(2), all_reduce=self.settings.all_reduce)
+        if self.sent is not None:
+            self.finish_reduce()
+        full, self.flags = self.collector.hand_over()
+        if self.observer is not None:
+            self.observer("reduce", self.collector.nbytes)
+        self.sent = self.reducer.start(full, self.flags, self.number * PHASES + REDUCE)
+        if not self.lanes.immediate:
+            self._combine(self.sent)
         return True
 
+    def _combine(self, sent: Reduced) -> None:
+        self.reducer.finish(sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
+
     def finish_reduce(self) -> None:
-        """Wait for what was sent, give its buffer back, and bind what this rank used."""
+        """Wait for what was sent and give its buffer back; bind what this rank used, now or after the backward.
+
+        Without grad mode.
+        """
         sent = self.sent
-        if sent is None or sent.bound:
+        if sent is None or sent.arrived:
             return
-        with no_gradients():
-            self.reducer.finish(sent, self.tag(2), all_reduce=self.settings.all_reduce)
-            self.reducer.wait(sent)
-            self.collector.close()
-            sent.bound, complete = True, False not in sent.used
-            if not sent.final or complete:
-                self.sent = None
-            self.flags = sent.used  # with what waited for the replicas, if anything did
-            if sent.final:
-                self.lanes.compute.note("bind", reads=[sent.chunk])
-                bind(self.collector, sent,
-                     None if complete else lambda numbers: any(sent.used[n] for n in numbers))
+        if not sent.summed:
+            self._combine(sent)
+        self.reducer.wait(sent)
+        self.collector.close()
+        sent.arrived = True
+        if not sent.final or False not in sent.used:
+            self.sent = None
+        self.flags = sent.used  # with what waited for the replicas, if anything did
+        if sent.final:
+            self.arrivals.add(sent)
 
     def bind_unused(self, used_anywhere: Sequence[bool]) -> None:
-        """Give the parameters that only other ranks used their part of the sum.
-
-        A flat parameter that this rank used in part has the whole of it already.
-        """
+        """Give the parameters that only other ranks used their part of the sum."""
         sent, self.sent = self.sent, None
-        if sent is not None and sent.bound:
-            bind(self.collector, sent,
-                 lambda numbers: any(used_anywhere[n] for n in numbers)
-                 and not any(sent.used[n] for n in numbers))
+        if sent is not None and sent.arrived:
+            self.arrivals.bind_unused(sent, used_anywhere)
 
     def forget_unsent(self) -> None:
         """Lose the gradients that were added up unsent, and what waits for the replicas."""
@@ -288,6 +286,7 @@ class Unit:
         self.reshard()
         self.gather.forget()
         self.forget_unsent()
+        self.arrivals.forget()
         self.collector.begin_pass()
 
 

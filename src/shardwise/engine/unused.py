@@ -10,6 +10,7 @@ import torch
 
 from ..comm.collectives import Reduction
 from ..torch_private import no_gradients
+from .bind import Arrivals
 from .step import Step
 from .unit import Unit
 
@@ -18,8 +19,12 @@ __all__ = ["agree_on_unused", "end_reductions"]
 
 def end_reductions(step: Step) -> None:
     """Wait for all reductions of a backward, and bind them, on every rank alike."""
-    for unit in step.reducing:
-        unit.finish_reduce()
+    with no_gradients():
+        for unit in step.reducing:
+            unit.finish_reduce()
+        free = Arrivals.are_free([unit.arrivals for unit in step.reduced])
+        for unit in step.reduced:
+            unit.arrivals.bind(free=free)
     agree_on_unused(list(step.reduced))
 
 

@@ -6,18 +6,18 @@ later nodes first, so when the node in front of the inputs runs, all later nodes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..torch_private import base_of, has_levels, hook_gradient, levels_of, made_after
+from ..torch_private import base_of, has_levels, hook_gradient, is_view, levels_of, made_after
 from .step import Call
 from .traverse import map_tensors, tensors_in
 
-__all__ = ["Listener", "Watched", "nodes_of", "watch", "watch_input"]
+__all__ = ["Listener", "Watched", "alone", "nodes_of", "watch", "watch_input"]
 
 
 class Listener(Protocol):
@@ -68,7 +68,8 @@ def nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None
     for tensor in chain.from_iterable(map(levels_of, tensors)) if has_levels() else tensors:
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None
-            base = base_of(tensor)  # an in-place change of a view reroutes autograd through its base
+            # an in-place change of a view reroutes autograd through its base
+            base = base_of(tensor) if is_view(tensor) else None
             if base is not None and base.grad_fn is not None and _is_new(base.grad_fn, watched):
                 nodes[base.grad_fn] = None
     for tensor in left_behind:
@@ -92,14 +93,33 @@ def _is_new(node: Any, watched: Watched | None) -> bool:
     return watched is None or made_after(node, watched.node)
 
 
-def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched | None) -> None:
-    """Tell ``listener`` when gradients reach ``nodes``, and when they reach the watched input."""
+def alone(output: Any, nodes: Collection[Any], left_behind: Collection[Tensor]) -> Tensor | None:
+    """``output``, if all gradients come by its own place in the graph: then a hook on it tells of them."""
+    if (len(nodes) == 1 and not left_behind and type(output) is Tensor and output.grad_fn in nodes
+            and not is_view(output)):
+        return output
+    return None
+
+
+class _Hook(partial[None]):
+    """A hook that a user's output may carry into a file: torch need not warn that it's left out there."""
+
+    __torch_unserializable__ = True
+
+
+def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched | None, output: Tensor | None) -> None:
+    """Tell ``listener`` when gradients reach ``nodes``, and when they reach the watched input.
+
+    ``output``: what stands for the nodes by itself.
+    """
     call.unit.outstanding += 1
-    for node in nodes:
-        node.register_prehook(partial(listener.enter_backward, call))
+    enter = _Hook(listener.enter_backward, call)
+    if output is None or not hook_gradient(output, output.grad_fn, enter):
+        for node in nodes:
+            node.register_prehook(enter)
     call.watched = watched is not None  # if not by the input, then by the end of the pass
     # not all of the forward comes behind the node if the input was changed in place
     if watched is not None and watched.view.grad_fn is watched.node:
-        leave = partial(listener.leave_backward, call)
+        leave = _Hook(listener.leave_backward, call)
         if not hook_gradient(watched.view, watched.node, leave):
             watched.node.register_prehook(leave)

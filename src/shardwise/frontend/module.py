@@ -155,9 +155,7 @@ class FSDPModule(CommunicationMethods):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: the next backward need not wait for its reductions; True (default): it does."""
-        module: Any = self
-        session_at(module).last_backward = is_last_backward
+        """Taken, and no order to anyone: every backward ends with its gradients reduced, the last or not."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of ranks (this unit)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any, NoReturn
 
@@ -65,14 +64,8 @@ class Showing:
         return self.slot.module._parameters.get(self.name) if found is None else found
 
 
-@dataclass(slots=True)
-class _Table:
-    """All slots of one table with both of their faces, to be written in one go."""
-
-    table: dict[str, Any]
-    leaves: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
-    originals: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
-    shared: list[Showing] = field(default_factory=list[Showing])  #: slots that other units show as well
+#: one table with both faces of its slots, each to be written in one go: leaves, and originals but for shared slots
+_Table = tuple[dict[str, Any], dict[str, nn.Parameter], dict[str, nn.Parameter]]
 
 
 def refuse_for_one_call(fqn: str, storage: FlatStorage, shown: Any) -> NoReturn:
@@ -88,12 +81,17 @@ def refuse_for_one_call(fqn: str, storage: FlatStorage, shown: Any) -> NoReturn:
 class OriginalFace:
     """``use_orig_params=True``: the user's parameters are registered, in ``module._parameters``."""
 
+    __slots__ = (
+        "_cleared", "_expected", "_recurrent", "_shared", "_tables", "at_rest", "in_use", "outdated",
+        "showings",
+    )
+
     def __init__(self) -> None:
         self.showings: list[Showing] = []
         self.in_use = False
         self._tables: list[_Table] = []
         self._expected: tuple[list[dict[str, Any]], list[str], list[nn.Parameter]] = ([], [], [])
-        self._shares = False  # a slot that other units show as well
+        self._shared: list[Showing] = []  # slots that other units show as well
         self.outdated = True  #: there are other leaves or originals than ``_tables`` was made from
         self._recurrent: list[tuple[nn.RNNBase, list[Any]]] = []
         self.at_rest: list[tuple[dict[str, Any], str, Any]] = []  #: more that is shown at rest
@@ -119,8 +117,8 @@ class OriginalFace:
         if self.in_use:
             return
         self.in_use = True
-        for t in self._tables if not self.outdated else self._current_tables():
-            t.table.update(t.leaves)
+        for table, leaves, _ in self._tables if not self.outdated else self._current_tables():
+            table.update(leaves)
         if self._recurrent:
             self._follow_recurrent()
 
@@ -136,11 +134,11 @@ class OriginalFace:
         if not self.in_use:
             return
         self.in_use = False
-        for t in self._tables if not self.outdated else self._current_tables():
-            t.table.update(t.originals)
-            for s in t.shared:
-                if not s.in_use:
-                    t.table[s.name] = s.storage.parameters[s.index]
+        for table, _, originals in self._tables if not self.outdated else self._current_tables():
+            table.update(originals)
+        for s in self._shared:
+            if not s.in_use:
+                s.table[s.name] = s.storage.parameters[s.index]
         if self._cleared:
             self._cleared = False
             for table, name, value in self.at_rest:
@@ -212,21 +210,19 @@ class OriginalFace:
         if self.outdated:
             self._current_tables()
         tables, names, originals = self._expected
-        return not (self._shares or any(map(is_not, map(dict.get, tables, names), originals)))
+        return not (self._shared or any(map(is_not, map(dict.get, tables, names), originals)))
 
     def _current_tables(self) -> list[_Table]:
         """Leaves and originals by table."""
         if self.outdated:
             self.outdated, tables = False, dict[int, _Table]()
+            self._shared = [s for s in self.showings if len(s.faces) > 1]
             for s in self.showings:
-                t = tables.setdefault(id(s.table), _Table(s.table))
-                t.leaves[s.name] = s.storage.leaves[s.index]
+                _, leaves, originals = tables.setdefault(id(s.table), (s.table, {}, {}))
+                leaves[s.name] = s.storage.leaves[s.index]
                 if len(s.faces) == 1:
-                    t.originals[s.name] = s.storage.parameters[s.index]
-                else:
-                    t.shared.append(s)
+                    originals[s.name] = s.storage.parameters[s.index]
             self._tables = list(tables.values())
-            rows = [(t.table, name, p) for t in self._tables for name, p in t.originals.items()]
+            rows = [(table, name, p) for table, _, originals in self._tables for name, p in originals.items()]
             self._expected = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
-            self._shares = any(t.shared for t in self._tables)
         return self._tables

@@ -43,6 +43,12 @@ FLAT = -1
 class FlatStorage:
     """A flat parameter of one unit: same stored dtype and same ``requires_grad`` at wrap time."""
 
+    __slots__ = (
+        "__weakref__", "_parked", "buffer", "comm", "compute_device", "edits", "filled_by_hand", "formats",
+        "full", "hidden", "kind", "last_seen", "layout", "leaves", "own_slot", "owned", "parameters", "place",
+        "policy", "pool", "precision", "shard", "shown_by", "stepped", "unit", "visible", "whole", "widened",
+    )
+
     def __init__(
         self,
         unit: str,
@@ -258,13 +264,6 @@ class FlatStorage:
         for showing in self.shown_by:
             for face in showing.faces:
                 face.outdated = True
-
-    @property
-    def untouched(self) -> bool:
-        """Is certainly nothing to be taken over? To be asked without torch functions."""
-        if self.widened or self.hidden or self.shard.is_meta:
-            return False
-        return self.last_seen.unchanged(self.visible, self.shard.dtype)
 
     def fill_leaves(self) -> None:
         """Give the leaves the values that the user's parameters show (whole, inside a summon)."""

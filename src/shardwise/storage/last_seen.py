@@ -1,14 +1,15 @@
 """What the user's parameters were like when the engine last looked: is there anything to take over?
 
-Asked before every forward of a unit, so it is a few comparisons of lists.
+Asked before every forward of a unit, so what was seen is one number: comparing it touches no other memory than
+the parameters' own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from operator import attrgetter
 
-import torch
 from torch import Tensor, nn
 
 from ..torch_private import without_torch_function
@@ -16,45 +17,52 @@ from .visible import Visible
 
 __all__ = ["LastSeen"]
 
-_place, _stride = Tensor.data_ptr, Tensor.stride
-_is_trained, _shape, _dtype = attrgetter("requires_grad"), attrgetter("shape"), attrgetter("dtype")
+_place, _numel, _stride = Tensor.data_ptr, Tensor.numel, Tensor.stride
+_is_trained, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class LastSeen:
     """The places in memory and the ``requires_grad`` of the visible parameters of one storage."""
 
-    __slots__ = ("_forms", "_placeless", "_places", "_trained")
+    __slots__ = ("_expected", "_placeless", "_trained", "_watched")
 
     def __init__(self) -> None:
-        self._places: tuple[list[nn.Parameter], list[int]] | None = None
-        self._forms: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])  # shapes and strides
+        self._expected: int | None = None  # a fingerprint of 64 bits
+        self._watched: list[nn.Parameter] = []
         self._placeless: list[nn.Parameter] = []
         self._trained: list[bool] = []
 
     def forget_places(self) -> None:
         """The engine itself has moved a parameter."""
-        self._places = None
+        self._expected = None
 
-    def unchanged(self, visible: Sequence[Visible], dtype: torch.dtype) -> bool:
-        """Was nothing moved, cast, frozen or trained since? To be asked without torch functions."""
-        if self._places is None:
-            self._places = [seen.parameter for seen in visible], [seen.pointer for seen in visible]
-            self._forms = [seen.form[0] for seen in visible], [seen.form[1] for seen in visible]
-            self._placeless = [seen.parameter for seen in visible if not seen.pointer]
-        parameters, expected = self._places
+    def unchanged(self, visible: Sequence[Visible], shard: Tensor) -> bool:
+        """Was nothing moved, cast, frozen or trained since? To be asked without torch functions. No on meta."""
+        if self._expected is None:
+            self._look(visible)
+        seen = self._watched
         return (
-            [*map(_place, parameters)] == expected
-            and [*map(_is_trained, parameters)] == self._trained
-            and [*map(_shape, parameters)] == self._forms[0] and [*map(_stride, parameters)] == self._forms[1]
+            hash((*map(_place, seen), *map(_is_trained, seen), *map(_numel, seen), *map(_stride, seen)))
+            == self._expected
             # the place tells the dtype, but for parameters without memory
-            and {dtype}.issuperset(map(_dtype, self._placeless))
+            and (not self._placeless or {shard.dtype}.issuperset(map(_dtype, self._placeless)))
+            and not shard.is_meta
         )
+
+    def _look(self, visible: Sequence[Visible]) -> None:
+        self._watched = [seen.parameter for seen in visible]
+        self._placeless = [seen.parameter for seen in visible if not seen.pointer]
+        self._expected = hash((
+            *[seen.pointer for seen in visible], *self._trained,
+            *[prod(seen.form[0]) for seen in visible], *[seen.form[1] for seen in visible],
+        ))
 
     def follow_requires_grad(self, visible: Sequence[Visible], leaves: Sequence[nn.Parameter]) -> bool:
         """Give the leaves the ``requires_grad`` of the user's objects; did anything change?"""
         changed = False
         with without_torch_function():
             self._trained = [seen.parameter.requires_grad for seen in visible]
+        self._expected = None
         for seen, wanted in zip(visible, self._trained, strict=True):
             for index in seen.indices:
                 if leaves[index].requires_grad != wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from operator import gt
 from typing import Any
 
@@ -14,21 +15,23 @@ __all__ = ["Roster"]
 class Roster:
     """The modules of a unit with their children and numbers of parameters; cheap to compare with."""
 
+    __slots__ = ("_count", "_known", "_parents", "_sizes", "_tables")
+
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         present = [module for _, module in modules]
-        self._registered: list[dict[str, Any]] = [vars(module)["_parameters"] for module in present]
-        self._children: list[dict[str, Any]] = [vars(module)["_modules"] for module in present]
-        self._counts = [*map(len, self._registered)]
-        self._numbers = [*map(len, self._children)]
-        self._parents = [children for children in self._children if children]
-        self._known = [[*children.values()] for children in self._parents]
+        registered: list[dict[str, Any]] = [vars(module)["_parameters"] for module in present]
+        children: list[dict[str, Any]] = [vars(module)["_modules"] for module in present]
+        self._count = len(registered)  # the first tables are those of parameters
+        self._tables = registered + children
+        self._sizes = [*map(len, self._tables)]
+        self._parents = [table for table in children if table]
+        self._known = [*chain.from_iterable(map(dict.values, self._parents))]
 
-    @property
     def has_newcomers(self) -> bool:
         """Were parameters or modules added, or modules replaced or taken away, since?"""
-        counts = [*map(len, self._registered)]
+        sizes, count = [*map(len, self._tables)], self._count
         return (
-            [*map(len, self._children)] != self._numbers
-            or [[*children.values()] for children in self._parents] != self._known
-            or (counts != self._counts and any(map(gt, counts, self._counts)))
+            (sizes != self._sizes
+             and (sizes[count:] != self._sizes[count:] or any(map(gt, sizes[:count], self._sizes[:count]))))
+            or [*chain.from_iterable(map(dict.values, self._parents))] != self._known
         )
