@@ -35,11 +35,9 @@ _STRIDED, _layout = frozenset({torch.strided}), attrgetter("layout")
 class Collector:
     """The unsent gradients of one unit. ``on_first()`` is called when a backward pass brings its first."""
 
-    __slots__ = (
-        "__weakref__", "_eighths", "_filled", "_hooks", "_lanes", "_listens_to_all", "_on_first", "_quiet",
-        "_ready", "_split", "_storages", "_views", "_waiting", "buffer", "cuts", "keep",
-        "live", "patient", "plan", "scale", "targets", "wire_dtype",
-    )
+    __slots__ = ("__weakref__", "_eighths", "_filled", "_hooks", "_lanes", "_listens_to_all", "_on_first", "_quiet",
+                 "_ready", "_split", "_storages", "_views", "_waiting", "buffer", "cuts", "keep", "live", "patient",
+                 "plan", "scale", "targets", "wire_dtype")
 
     #: gradients of at least this many elements are copied as soon as they arrive
     LARGE = 65_536
@@ -199,13 +197,12 @@ class Collector:
         if not self._lanes.immediate:
             self._lanes.compute.note("collect", reads=list(waiting.values()), writes=[self.buffer])
         if self._filled and (again := {t: waiting.pop(t) for t in [*waiting] if t in self._filled}):
-            foreach_add(*self._matched(again))
+            self._write(foreach_add, again)
         if waiting:
-            foreach_copy(*self._matched(waiting))
+            self._write(foreach_copy, waiting)
             self._filled.update(waiting)
 
-    def _matched(self, waiting: dict[Target, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Places in the buffer, and what goes there."""
+    def _write(self, operation: Callable[[list[Tensor], list[Tensor]], None], waiting: dict[Target, Tensor]) -> None:
         everything = len(waiting) == len(self.targets)
         targets = self.targets if everything else [*waiting]
         into = self._views if everything else [view for target in targets for view in target.views]
@@ -216,7 +213,8 @@ class Collector:
             sources = [source.to(into[0].dtype) for source in sources]
         if self.scale != 1.0:  # before a cast to fp16, in which more is infinite
             sources = [source * self.scale for source in sources]
-        return into, sources
+        if into:
+            operation(into, sources)
 
     @property
     def holding(self) -> bool:

@@ -269,8 +269,7 @@ class Session:
         self._end_reductions()
         self.residents.give_up()
         for unit in self.units:
-            held = unit.residency is not _SHARDED and unit.uses == 0
-            if held and not keep and unit.settings.reshard_after_backward:
+            if not keep and unit.residency is not _SHARDED and not unit.uses and unit.settings.reshard_after_backward:
                 self.residents.release(unit)
         self.residents.drain(keep=0)
         for unit in self.step.touched:
