@@ -26,7 +26,7 @@ from .session import Session
 from .side_outputs import SideOutputs
 from .step import Call
 from .unit import Unit
-from .watch import Watched, alone, nodes_of, watch, watch_input
+from .watch import Watched, watch, watch_input
 
 __all__ = [
     "COPYING", "Place", "StateAdapter", "UnitHooks", "abandon", "alias", "attach", "attach_places",
@@ -123,10 +123,7 @@ class UnitHooks:
         if torch.is_grad_enabled() and output is not None and not (
                 session.step.entered and session.step.is_entered(unit)):
             left = self._side.found(args, kwargs)
-            nodes = nodes_of(changed, left, watched)
-            if nodes:
-                watch(self, call, nodes, watched, alone(changed, nodes, left))
-            else:
+            if not watch(self, call, changed, left, watched):
                 unit.collector.listen_to_all()
         return changed if changed is not output else None
 

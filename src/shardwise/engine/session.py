@@ -233,21 +233,20 @@ class Session:
             self.residents.prefetch_backward(call, self.step)
 
     def send(self, unit: Unit) -> None:
-        """Reduce the gradients of ``unit``; at most one reduction is on its way."""
+        """Reduce the gradients of ``unit``; at most one reduction is on its way. Without grad mode, as in a hook."""
         step = self.step
         if not unit.settings.sync_gradients or step.creating_graph:
             return
-        with no_gradients():
-            for earlier in step.reducing:
-                earlier.finish_reduce()
-            step.reducing.clear()
-            unit.owing = False
-            if unit.reduce():
-                if unit.groups.shard.overlaps or not self.lanes.immediate:
-                    step.reducing.append(unit)
-                else:
-                    unit.finish_reduce()
-                step.reduced[unit] = None
+        for earlier in step.reducing:
+            earlier.finish_reduce()
+        step.reducing.clear()
+        unit.owing = False
+        if unit.reduce():
+            if unit.groups.shard.overlaps or not self.lanes.immediate:
+                step.reducing.append(unit)
+            else:
+                unit.finish_reduce()
+            step.reduced[unit] = None
 
     @never_traced
     def end_backward(self) -> None:
@@ -256,16 +255,17 @@ class Session:
             return outside_transforms(self.end_backward)
         if self.pass_ is not _BACKWARD:
             return
-        for call in list(self.step.entered):
-            self.leave_backward(call)
-        keep, self.step.creating_graph = self.step.creating_graph, False
-        for unit in self.units:
-            unit.collector.end_pass()
-            unit.owing |= (unit not in self.step.reduced and not keep
-                           and (unit in self.step.touched or waits_for_replicas(unit)))
-            if unit.collector.holding or unit.owing:
-                self.send(unit)
-            unit.outstanding, unit.unwatched = 0, False
+        with no_gradients():
+            for call in list(self.step.entered):
+                self.leave_backward(call)
+            keep, self.step.creating_graph = self.step.creating_graph, False
+            for unit in self.units:
+                unit.collector.end_pass()
+                unit.owing |= (unit not in self.step.reduced and not keep
+                               and (unit in self.step.touched or waits_for_replicas(unit)))
+                if unit.collector.holding or unit.owing:
+                    self.send(unit)
+                unit.outstanding, unit.unwatched = 0, False
         self._end_reductions()
         self.residents.give_up()
         for unit in self.units:

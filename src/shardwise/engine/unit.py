@@ -238,11 +238,8 @@ class Unit:
             self.observer("reduce", self.collector.nbytes)
         self.sent = self.reducer.start(full, self.flags, self.number * PHASES + REDUCE)
         if not self.lanes.immediate:
-            self._combine(self.sent)
+            self.reducer.finish(self.sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
         return True
-
-    def _combine(self, sent: Reduced) -> None:
-        self.reducer.finish(sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
 
     def finish_reduce(self) -> None:
         """Wait for what was sent and give its buffer back; bind what this rank used, now or after the backward.
@@ -253,7 +250,7 @@ class Unit:
         if sent is None or sent.arrived:
             return
         if not sent.summed:
-            self._combine(sent)
+            self.reducer.finish(sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
         self.reducer.wait(sent)
         self.collector.close()
         sent.arrived = True

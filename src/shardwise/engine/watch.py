@@ -17,7 +17,7 @@ from ..torch_private import base_of, has_levels, hook_gradient, is_view, levels_
 from .step import Call
 from .traverse import map_tensors, tensors_in
 
-__all__ = ["Listener", "Watched", "alone", "nodes_of", "watch", "watch_input"]
+__all__ = ["Listener", "Watched", "watch", "watch_input"]
 
 
 class Listener(Protocol):
@@ -61,7 +61,7 @@ def _swapped(value: Any, old: Tensor, new: Watched) -> Any:
     return map_tensors(value, lambda tensor: new.view if tensor is old else tensor)
 
 
-def nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None) -> dict[Any, None]:
+def _nodes_of(output: Any, left_behind: Iterable[Tensor], watched: Watched | None) -> dict[Any, None]:
     """The nodes through which gradients enter: of outputs, of their bases, and of what was left behind."""
     nodes: dict[Any, None] = {}
     tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else _tensors(output)
@@ -93,33 +93,35 @@ def _is_new(node: Any, watched: Watched | None) -> bool:
     return watched is None or made_after(node, watched.node)
 
 
-def alone(output: Any, nodes: Collection[Any], left_behind: Collection[Tensor]) -> Tensor | None:
-    """``output``, if all gradients come by its own place in the graph: then a hook on it tells of them."""
-    if (len(nodes) == 1 and not left_behind and type(output) is Tensor and output.grad_fn in nodes
-            and not is_view(output)):
-        return output
-    return None
-
-
 class _Hook(partial[None]):
     """A hook that a user's output may carry into a file: torch need not warn that it's left out there."""
 
     __torch_unserializable__ = True
 
 
-def watch(listener: Listener, call: Call, nodes: Iterable[Any], watched: Watched | None, output: Tensor | None) -> None:
-    """Tell ``listener`` when gradients reach ``nodes``, and when they reach the watched input.
+def watch(listener: Listener, call: Call, output: Any, left: Collection[Tensor], watched: Watched | None) -> bool:
+    """Tell ``listener`` when gradients reach what a forward gave, and when they reach the watched input.
 
-    ``output``: what stands for the nodes by itself.
+    False if none can: nothing that it gave, or ``left`` behind, has a history.
     """
-    call.unit.outstanding += 1
     enter = _Hook(listener.enter_backward, call)
-    if output is None or not hook_gradient(output, output.grad_fn, enter):
+    if type(output) is Tensor and not left and not is_view(output) and not has_levels():
+        node: Any = output.grad_fn
+        if node is None:
+            return False
+        if not hook_gradient(output, node, enter):
+            node.register_prehook(enter)
+    else:
+        nodes = _nodes_of(output, left, watched)
+        if not nodes:
+            return False
         for node in nodes:
             node.register_prehook(enter)
+    call.unit.outstanding += 1
     call.watched = watched is not None  # if not by the input, then by the end of the pass
     # not all of the forward comes behind the node if the input was changed in place
     if watched is not None and watched.view.grad_fn is watched.node:
         leave = _Hook(listener.leave_backward, call)
         if not hook_gradient(watched.view, watched.node, leave):
             watched.node.register_prehook(leave)
+    return True
