@@ -94,7 +94,7 @@ class Reduced:
     handle: Handle
     summed: bool = False
     final: bool = True  #: False: not yet combined over replicas
-    mark: object = None
+    mark: object = None  #: of the reduce lane, behind the sum: what uses the chunk waits for it
     arrived: bool = False  #: the parameters that this rank used have their gradients, or will after the backward
 
     def has_any(self, numbers: Sequence[int]) -> bool:
@@ -200,12 +200,6 @@ class Reducer:
             self.partial = (total.to(torch.promote_types(wire, torch.float32)), reduced.used)
         else:
             reduced.chunk = total.to(wire)
-
-    def wait(self, reduced: Reduced) -> None:
-        """Make the finished chunk visible to the compute lane."""
-        if reduced.mark is not None:
-            self._lanes.compute.wait(reduced.mark)
-        reduced.source = None
 
     def drop(self) -> None:
         """Forget partial sums."""

@@ -106,7 +106,7 @@ class Session:
         unit.face.clear_the_way()
         unit.asked = None
         self.open.append(unit)
-        if self.pass_ is _FORWARD:
+        if self.pass_ is _FORWARD and (self.schedule.forward or unit.settings.forward_prefetch):
             self.residents.prefetch_forward(unit)
 
     def _begin_forward(self) -> None:

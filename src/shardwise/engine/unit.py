@@ -16,7 +16,7 @@ from torch import nn
 
 from ..comm.lanes import Lanes
 from ..errors import CommunicationError, LifecycleError
-from ..plan.lifecycle import LEGAL_MOVES, Residency, refuse_move
+from ..plan.lifecycle import Residency, legal
 from ..plan.options import Precision
 from ..storage.faces import OriginalFace
 from ..storage.filling import leave_meta
@@ -38,6 +38,7 @@ from .values import count_changes, require_values
 __all__ = ["Unit"]
 
 _SHARDED, _UNSHARDING, _UNSHARDED = Residency  # reading a member of an enumeration takes longer
+_BEGUN, _ARRIVED, _FREED = legal(_SHARDED, _UNSHARDING), legal(_UNSHARDING, _UNSHARDED), legal(_UNSHARDED, _SHARDED)
 
 
 class Unit:
@@ -99,11 +100,6 @@ class Unit:
     def name(self) -> str:
         """For messages."""
         return self.fqn or "(root)"
-
-    def _move(self, residency: Residency) -> None:
-        if self.residency * 100 + residency not in LEGAL_MOVES:
-            refuse_move(self, self.residency, residency)
-        self.residency = residency
 
     # ------------------------------------------------------------------ parameters
     def extend(self, storages: Sequence[FlatStorage]) -> None:
@@ -187,7 +183,7 @@ class Unit:
             for storage in self.storages:
                 if storage.widened or storage.shard.is_meta:
                     require_values(self.name, self.storages, self.face)
-            self._move(_UNSHARDING)
+            self.residency = _BEGUN
             self.values = count_changes(self.storages)
             self.gather.start(self.number * PHASES + GATHER)
             if self.observer is not None:
@@ -197,7 +193,7 @@ class Unit:
         """Finish the gather: the leaves may be read."""
         if self.residency is _UNSHARDING:
             self.gather.finish()
-            self._move(_UNSHARDED)
+            self.residency = _ARRIVED
 
     def reshard(self, *, after: object = None) -> None:
         """Free the gathered parameters. The caller has made sure that nobody uses them.
@@ -207,7 +203,7 @@ class Unit:
         if self.residency is _UNSHARDING:
             self.wait()
         if self.residency is _UNSHARDED:
-            self._move(_SHARDED)
+            self.residency = _FREED
             if self.observer is not None:
                 self.observer("free", self.gather.nbytes)
             self.gather.free(after=after)
@@ -251,7 +247,9 @@ class Unit:
             return
         if not sent.summed:
             self.reducer.finish(sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
-        self.reducer.wait(sent)
+        if sent.mark is not None:
+            self.lanes.compute.wait(sent.mark)
+        sent.source = None
         self.collector.close()
         sent.arrived = True
         if not sent.final or False not in sent.used:

@@ -35,8 +35,7 @@ def count_changes(storages: Sequence[FlatStorage]) -> int:
     changes = 0
     with without_torch_function():
         for storage in storages:
-            first = storage.visible[0].parameter
-            changes += storage.edits + (0 if first.is_inference() else first._version)
+            changes += storage.edits + version_of(storage.visible[0].parameter)
     return changes
 
 

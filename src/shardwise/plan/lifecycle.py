@@ -21,7 +21,7 @@ from typing import NoReturn, Protocol
 
 from ..errors import LifecycleError
 
-__all__ = ["LEGAL_MOVES", "Named", "Pass", "Residency", "refuse_move"]
+__all__ = ["LEGAL_MOVES", "Named", "Pass", "Residency", "legal", "refuse_move"]
 
 
 class Residency(IntEnum):
@@ -60,6 +60,13 @@ LEGAL_MOVES: frozenset[int] = frozenset(old * 100 + new for old, new in (
     (Pass.BACKWARD, Pass.REST),
     (Pass.BACKWARD, Pass.FORWARD),
 ))
+
+
+def legal(old: Residency, new: Residency) -> Residency:
+    """``new``, if the table has this move: looked up once by who knows where it comes from."""
+    if old * 100 + new not in LEGAL_MOVES:
+        raise LifecycleError(f"{old.name} -> {new.name} is not in the table of legal moves")
+    return new
 
 
 def refuse_move(unit: Named, old: IntEnum, new: IntEnum) -> NoReturn:

@@ -52,4 +52,7 @@ class Visible:
 
 def version_of(parameter: nn.Parameter) -> int:
     """Grows with each change in place, as an optimizer's step; 0 where torch does not count."""
-    return 0 if parameter.is_inference() else parameter._version
+    try:
+        return parameter._version
+    except RuntimeError:  # made in inference mode
+        return 0
