@@ -140,6 +140,7 @@ def test_ranks_of_several_hosts_use_the_process_group_without_a_warning(rank: in
 def test_ranks_of_several_hosts_share_memory_inside_them(
     rank: int, world: int, hosts: str, hierarchical: bool
 ) -> None:
+    close_all()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host_name", lambda: hosts[rank])
         made = collectives_for(_world(), _CPU)

@@ -105,7 +105,7 @@ def _failing(owner: type, method: str, call: int) -> Iterator[None]:
 
 PLACES = [
     (Session, "enter_forward", 1), (Session, "enter_forward", 2), (Session, "enter_forward", 3),
-    (Unit, "take_over_edits", 2), (Unit, "unshard", 2), (Unit, "unshard", 3), (Unit, "wait", 2),
+    (Unit, "untouched", 2), (Unit, "unshard", 2), (Unit, "unshard", 3), (Unit, "wait", 2),
     (Unit, "wait", 3),
     (Gather, "start", 1), (Gather, "start", 4), (Gather, "finish", 2), (Gather, "finish", 4),
     (Session, "enter_backward", 1), (Session, "enter_backward", 2), (Session, "enter_backward", 3),

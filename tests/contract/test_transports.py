@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import rendezvous
+from shardwise.comm.choose import close_all
 from shardwise.comm.collectives import Collectives, Reduction
 from shardwise.comm.hierarchical import HierarchicalCollectives
 from shardwise.comm.matched import MatchedCollectives
@@ -52,6 +53,7 @@ def _made(transport: str) -> Iterator[Collectives]:
     collectives = _MAKE[transport](dist.group.WORLD)
     yield collectives
     collectives.close()
+    close_all()  # those that other tests of this process have kept share the connections that are closed now
 
 
 def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

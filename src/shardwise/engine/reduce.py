@@ -201,6 +201,12 @@ class Reducer:
         else:
             reduced.chunk = total.to(wire)
 
+    def wait(self, reduced: Reduced) -> None:
+        """Make the finished chunk visible to the compute lane."""
+        if reduced.mark is not None:
+            self._lanes.compute.wait(reduced.mark)
+        reduced.source = None
+
     def drop(self) -> None:
         """Forget partial sums."""
         self.partial = None

@@ -247,9 +247,7 @@ class Unit:
             return
         if not sent.summed:
             self.reducer.finish(sent, self.number * PHASES + ALL_REDUCE, all_reduce=self.settings.all_reduce)
-        if sent.mark is not None:
-            self.lanes.compute.wait(sent.mark)
-        sent.source = None
+        self.reducer.wait(sent)
         self.collector.close()
         sent.arrived = True
         if not sent.final or False not in sent.used:
