@@ -68,7 +68,7 @@ class Cut:
         pieces = chunk.unsafe_split_with_sizes(self.sizes)
         for place, size, stride in self._shaped:
             if stride is None:
-                pieces[place].resize_(size)
+                pieces[place].resize_(*size)  # one by one: a tuple takes twice as long
             else:
                 pieces[place].as_strided_(size, stride)
         gradients = [*map(pieces.__getitem__, self.places)]

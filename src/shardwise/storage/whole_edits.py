@@ -84,5 +84,6 @@ def _fits(size: Sequence[int], shape: Sequence[int]) -> bool:
 
 def _is_index(index: Any, shape: Sequence[int]) -> bool:
     with suppress(IndexError, RuntimeError, TypeError):
-        return isinstance(torch.empty(1).expand(shape)[index], Tensor)
+        torch.empty(1).expand(shape)[index]
+        return True
     return False
