@@ -90,7 +90,8 @@ def materialise_with(root: nn.Module, how: Initialiser) -> None:
     tasks = list(_tasks(root, storages, how))
     _require_initialisers(tasks, how)
     device = how.device or (storages[0].compute_device if storages else torch.device("cpu"))
-    waiting = [unit for unit in units if any(s.on_meta for s in unit.storages)]
+    if not (waiting := [unit for unit in units if any(s.on_meta for s in unit.storages)]) and not tasks:
+        return
     for unit in waiting:
         unit.leave_meta(how.device)
     with ExitStack() as stack:
