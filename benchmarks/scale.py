@@ -74,6 +74,7 @@ class Row:
 
 
 def _step(model: nn.Module) -> None:
+    model.zero_grad()
     model(torch.zeros(1, 4, dtype=torch.long, device=META)).sum().backward()
 
 

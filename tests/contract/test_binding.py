@@ -169,3 +169,29 @@ def test_C17_a_unit_with_nothing_at_all(front: str, rank: int, world: int) -> No
     assert all(torch.equal(gradient, torch.ones(2)) for gradient in seen)
     (parameter,) = model.parameters()
     assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+
+
+@ranks(2)
+@VISIBLE
+@pytest.mark.parametrize("kept", ["all", "one", "hooked"])
+def test_A22_gradients_are_added_to_what_is_there(front: str, kept: str, rank: int, world: int) -> None:
+    """Where all parameters of a unit have a gradient, where one has none, and where one has a hook."""
+    model, chain, plain = _made(front)
+    model(_rows(rank)).square().sum().backward()
+    held = {p: p.grad for p in model.parameters()}
+    weight, before = _inside(chain, "third").weight, _inside(plain, "third").weight
+    if kept == "one":
+        weight.grad = None
+    if kept == "hooked":
+        weight.register_hook(lambda gradient: gradient * 2)
+    model(_rows(rank, 1)).square().sum().backward()
+    assert all(p.grad is gradient for p, gradient in held.items() if kept != "one" or p is not weight)
+    totals = [sum(plain(_rows(one, step)).square().sum() for one in range(world)) / world for step in range(2)]
+    totals[0].backward()
+    if kept == "one":
+        before.grad = None
+    if kept == "hooked":
+        before.register_hook(lambda gradient: gradient * 2)
+    totals[1].backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same_tensors(full_gradients(model, list(expected)), expected)

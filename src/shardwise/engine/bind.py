@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_not, ne
+from operator import attrgetter, is_, is_not, ne
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..storage.writeback import take_over_edits
 from ..torch_private import (
     NO_HOOKS,
     allow_gradient_dtype,
+    foreach_add,
     gradient_dtype,
     gradient_hooks,
     run_gradient_hooks,
@@ -35,7 +36,7 @@ from .targets import Binding, Cut
 
 __all__ = ["Arrivals", "bind"]
 
-_parameter = attrgetter("parameter")
+_parameter, _shape = attrgetter("parameter"), attrgetter("shape")
 
 
 class Arrivals:
@@ -113,9 +114,10 @@ def bind(collector: Collector, chunk: Tensor, wanted: Callable[[Sequence[int]], 
     sources = _sources(chunk, collector)
     for cut in collector.cuts:
         gradients = cut.gradients(sources[cut.storage])
-        if not (free and wanted is None and _hold_all(cut, gradients)):
-            _bind_with_care([(binding, gradient) for binding, gradient in zip(cut.bindings, gradients, strict=True)
-                             if wanted is None or wanted(binding.numbers)])
+        if wanted is None and (_hold_all(cut, gradients) if free else _add_to_all(cut, gradients)):
+            continue
+        _bind_with_care([(binding, gradient) for binding, gradient in zip(cut.bindings, gradients, strict=True)
+                         if wanted is None or wanted(binding.numbers)])
 
 
 def _hold_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
@@ -130,6 +132,20 @@ def _hold_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
             for seen in cut.seen:  # they had none
                 hold_gradient(seen.parameter, None)
         return False
+    return True
+
+
+def _add_to_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
+    """Add ``gradients`` to those that the parameters have. False where one has none, or hooks, or another shape."""
+    if cut.storage.hidden:
+        return False
+    with without_torch_function():
+        parameters = [*map(_parameter, cut.seen)]
+        held = [*map(held_gradient, parameters)]
+        if (any(map(is_, held, repeat(None))) or any(map(ne, map(gradient_hooks, parameters), repeat(NO_HOOKS)))
+                or [*map(_shape, held)] != [*map(_shape, gradients)]):
+            return False
+        foreach_add(held, gradients)
     return True
 
 

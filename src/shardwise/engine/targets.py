@@ -54,9 +54,10 @@ class Cut:
         self.bindings, self.seen = list(bindings), [binding.seen for binding in bindings]
         self.kind = storage.kind.tensor_class  #: the class of the gradients
         self.places = [places[binding] for binding in bindings]
-        self._shaped: list[tuple[int, _Dims, _Dims | None]] = []  # with the strides of those that are not plain
+        # with the strides of those that are not plain, or have no dimension
+        self._shaped: list[tuple[int, _Dims, _Dims | None]] = []
         for place, binding in zip(self.places, bindings, strict=True):
-            plain = torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
+            plain = binding.size and torch.empty(binding.size, device="meta").stride() == tuple(binding.stride)
             if len(binding.size) != 1 or not plain:
                 self._shaped.append((place, binding.size, None if plain else binding.stride))
 
