@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.storage.sharded_parameter import held_gradient
 from tests.bed import ranks
 from tests.bed.bomb import bomb
-from tests.bed.fronts import full_gradients, shard, units
+from tests.bed.fronts import full_gradients, full_parameters, shard, units
 from tests.bed.training import assert_same_tensors
 
 VISIBLE = pytest.mark.parametrize("front", ["orig", "fully_shard"])
@@ -67,11 +68,73 @@ def test_U66_what_hooks_wait_for_is_bound_while_the_backward_runs(front: str, ra
     last.weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"hook {tuple(p.grad.shape)}"))
 
     def before_first(_: Tensor) -> None:
-        seen.append(f"first {last.weight.grad is not None} {third.weight.grad is not None}")
+        seen.append(f"first {[held_gradient(layer.weight) is not None for layer in (last, third)]}")
 
     model(_rows(rank), before_first).square().sum().backward()
-    assert seen == [f"hook {tuple(last.weight.shape)}", "first True False"]
+    assert seen == [f"hook {tuple(last.weight.shape)}", "first [True, False]"]
     assert third.weight.grad is not None
+    _check(model, plain, world)
+
+
+@ranks(2)
+@VISIBLE
+@pytest.mark.parametrize("what", ["reads", "steps", "clears"])
+def test_U66_a_hook_elsewhere_has_the_gradients_of_what_is_reduced(
+    front: str, what: str, rank: int, world: int
+) -> None:
+    """A hook on an activation reads, uses or takes away gradients of a later layer while the backward runs."""
+    model, chain, plain = _made(front)
+    ours, theirs = _inside(chain, "outward"), plain.outward
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (ours, theirs)]
+    norms: list[Tensor] = []
+
+    def use(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        assert layer.weight.grad is not None and layer.bias.grad is not None
+        if what == "reads":
+            norms.append(layer.weight.grad.norm())
+        if what == "steps":
+            optimizer.step()
+        if what != "reads":
+            layer.weight.grad = layer.bias.grad = None
+
+    model(_rows(rank), lambda _: use(ours, optimizers[0])).square().sum().backward()
+    for one in range(world):
+        (plain(_rows(one)).square().sum() / world).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    use(theirs, optimizers[1])
+    if what == "reads":
+        torch.testing.assert_close(torch.as_tensor(float(norms[0])), norms[1])
+    else:
+        expected |= {"outward.weight": None, "outward.bias": None}
+    assert_same_tensors(full_gradients(model, list(expected)), expected)
+    names = [name for name, _ in plain.named_parameters()]
+    assert_same_tensors(full_parameters(model, names), dict(plain.named_parameters()))
+
+
+@ranks(2)
+@VISIBLE
+def test_C1_edits_after_a_backward_that_failed(front: str, rank: int, world: int) -> None:
+    """Whoever catches the exception sees the parameters, not what was in use; before the next forward, too."""
+    model, chain, plain = _made(front)
+    layer: Any = chain.third
+    mine = _inside(chain, "third").weight
+
+    def fails(_: Tensor) -> None:
+        raise RuntimeError("in a hook")
+
+    layer.register_forward_hook(lambda *call: call[-1].register_hook(fails) and None)
+    output = model(_rows(rank, 5))
+    with pytest.raises(RuntimeError, match="in a hook"):
+        output.square().sum().backward()
+    inside = _inside(chain, "third")
+    assert inside.weight is mine
+    with torch.no_grad():
+        inside.weight.mul_(2)
+        plain.third.weight.mul_(2)
+    layer._forward_hooks.clear() if front == "orig" else layer._forward_hooks.popitem()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="shardwise: the last backward did not finish")
+        model(_rows(rank)).square().sum().backward()
     _check(model, plain, world)
 
 

@@ -42,7 +42,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "iter_units_full": _unit_by_unit,
     "unshard": lambda model: model.a.unshard(),
     "full_tensor": lambda model: model.a.weight.full_tensor(),
-    "clip_grad_norm_ or another norm of gradients":
+    "reading a norm of gradients (float, print)":
         lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clip_grad_norm_": lambda model: shardwise.clip_grad_norm(model.parameters(), 1.0),
     "get_model_state_dict": lambda model: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),

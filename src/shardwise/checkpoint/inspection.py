@@ -12,7 +12,7 @@ from .checksums import text_checksum
 from .manifest import Manifest
 from .ranged_io import Staging
 from .safetensors_header import dtype_name
-from .source import Located, Source
+from .source import Located, Source, nothing_to_read
 
 __all__ = ["Inspection", "TensorFacts", "Verification", "inspect", "verify"]
 
@@ -67,8 +67,7 @@ def inspect(path: Path) -> Inspection:
             tensors += [_facts(name, located, source.manifest) for name, located in found.items()]
             aliases |= others
         if not tensors and not source.files("model"):
-            raise CheckpointError(f"there are no safetensors files in {source.folder}",
-                                  remedy="Give a checkpoint folder or a safetensors file.")
+            raise nothing_to_read(source.folder)
         manifest = source.manifest
         facts: dict[str, Any] = {"path": str(path)}
         if manifest is not None:
@@ -92,6 +91,8 @@ def verify(path: Path, *, started: Callable[[int], object] = bool,
         manifest, staging = source.manifest, Staging()
         if manifest is None:
             files = [file for base in _BASES for file in source.files(base)]
+            if not files:
+                raise nothing_to_read(source.folder)
             for base in _BASES:
                 source.tensors(base)
             return Verification(sum((source.folder / f).stat().st_size for f in files), False, ())

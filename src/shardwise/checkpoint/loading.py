@@ -21,12 +21,12 @@ from torch import nn
 
 from ..comm.errands import Errand
 from ..comm.peers import Peers
-from ..errors import CheckpointError
+from .arguments import require_path_and_model
 from .fit import DtypeMap, NameMap
 from .ranged_io import Staging
 from .restoring import Restore, Saved, Wishes, at_rest
 from .saving import wait
-from .source import Source
+from .source import Source, nothing_to_read
 from .together import HALF_DONE, UNTOUCHED, together
 
 __all__ = ["load"]
@@ -66,6 +66,7 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
     Raises:
         CheckpointError: on every rank, whatever went wrong on any of them.
     """
+    require_path_and_model("checkpoint.load", path, model)
     wait()
     peers = Peers.of(process_group)
     what, staging = f"loading {path}", Staging()
@@ -88,6 +89,4 @@ def load(  # noqa: PLR0913 - each argument is a choice of its own
 
 def _require_model(source: Source) -> None:
     if not source.files("model"):
-        raise CheckpointError(f"there are no safetensors files of a model in {source.folder}",
-                              expected="model.safetensors or model.safetensors.index.json",
-                              remedy="Give the folder that has them, or one file's path.")
+        raise nothing_to_read(source.folder, "model.safetensors or model.safetensors.index.json")

@@ -21,7 +21,7 @@ from torch import nn
 from ..comm.errands import Errand
 from ..comm.peers import Peers
 from ..errors import CheckpointError
-from .adoption import adopt
+from .arguments import adopt_alike
 from .memory_parts import MemoryCheckpoint, Parts, Table
 from .memory_source import LOADING, MemorySource
 from .restoring import Restore, Saved, Wishes, at_rest
@@ -67,9 +67,8 @@ def save_to_memory(
         CheckpointError: on every rank, whatever went wrong on any of them.
     """
     wait()
-    if optimizer is not None:
-        adopt(optimizer)
     peers = Peers.of(process_group)
+    adopt_alike(peers, optimizer, _SAVING)
     with together(peers, _SAVING) as words:
         words.mine = (_places(holders, copies, peers), copies, uuid.uuid4().hex)
     places, _, key = words.all[0]
@@ -92,7 +91,7 @@ def _places(holders: Sequence[int] | None, copies: int, peers: Peers) -> list[in
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(members):
         raise CheckpointError("holders of a checkpoint in memory must be ranks of the process group, each once",
                               expected=f"some of {list(members)}", got=list(holders or ()))
-    if not 1 <= copies <= len(chosen):
+    if not isinstance(copies, int) or not 1 <= copies <= len(chosen):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CheckpointError("a holder cannot have a part twice", expected=f"copies of 1 to {len(chosen)}", got=copies)
     return [members.index(rank) for rank in chosen]
 

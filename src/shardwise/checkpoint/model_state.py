@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.errands import Errand
-from ..engine.build import owner_of, units_below
+from ..engine.admission import owner_of
+from ..engine.build import units_below
 from ..engine.hooks import Place, attach_state
 from ..engine.settling import settle_unit
 from ..engine.unit import Unit

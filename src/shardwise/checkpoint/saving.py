@@ -14,7 +14,7 @@ from torch import nn
 from ..comm.errands import Errand
 from ..comm.peers import Peers
 from ..errors import ConfigurationError
-from .adoption import adopt
+from .arguments import adopt_alike, require_path_and_model
 from .folder import require_numbered
 from .parts import PartFolder
 from .snapshot import take_snapshot
@@ -87,6 +87,7 @@ def save(  # noqa: PLR0913 - each argument is a choice of its own
         CheckpointError: on every rank, whatever went wrong on any of them; nothing was replaced.
         ConfigurationError: bad arguments.
     """
+    require_path_and_model("checkpoint.save", path, model)
     _background.join()
     target = Path(path).absolute()
     require_numbered(target, keep)
@@ -96,9 +97,8 @@ def save(  # noqa: PLR0913 - each argument is a choice of its own
     if keep is not None and not shared_disk:
         raise ConfigurationError("keep needs a common disk", expected="keep=None with shared_disk=False",
                                  got=keep)
-    if optimizer is not None:
-        adopt(optimizer)
     peers = Peers.of(process_group)
+    adopt_alike(peers, optimizer, f"saving {path}")
     snapshot = take_snapshot(model, optimizer, extra, peers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     destination = SharedFolder(target, keep) if shared_disk else PartFolder(target, peers)
     if wait:

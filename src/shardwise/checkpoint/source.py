@@ -18,7 +18,7 @@ from .manifest import MANIFEST, Manifest, read_manifest
 from .ranged_io import Staging, bytes_of, lies_as_in_file, read_exactly, slabs
 from .safetensors_header import Entry, read_header
 
-__all__ = ["Located", "Source", "Target"]
+__all__ = ["Located", "Source", "Target", "nothing_to_read"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class Target:
         size = self.located.entry.dtype.itemsize
         first = self.located.first + self.start * size
         return first, first + self.values.numel() * size
+
+
+def nothing_to_read(folder: Path, expected: str = "a checkpoint folder or a safetensors file") -> CheckpointError:
+    """The error for a ``folder`` without safetensors files."""
+    if (folder / ".metadata").is_file():
+        return CheckpointError(f"a folder of torch.distributed.checkpoint: {folder}", expected=expected,
+                               remedy="Load it with dcp.load, or convert it: shardwise checkpoint convert FROM TO")
+    return CheckpointError(f"there are no safetensors files in {folder}", expected=expected,
+                           remedy="Give the folder that has them, or one file's path.")
 
 
 class Source:

@@ -29,7 +29,7 @@ _CALLS = (
     "checkpoint.save",
     "checkpoint.save_to_memory",
     "clip_grad_norm_",
-    "clip_grad_norm_ or another norm of gradients",
+    "reading a norm of gradients (float, print)",
     "compare_replicas",
     "full_optim_state_dict",
     "full_tensor",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm.lanes import Lanes
 from ..errors import WritebackError
 from ..storage.flat_storage import FlatStorage
-from ..storage.sharded_parameter import held_gradient, hold_gradient
+from ..storage.sharded_parameter import BRINGERS, held_gradient, hold_gradient
 from ..storage.writeback import take_over_edits
 from ..torch_private import (
     NO_HOOKS,
@@ -24,6 +24,7 @@ from ..torch_private import (
     foreach_add,
     gradient_dtype,
     gradient_hooks,
+    no_gradients,
     run_gradient_hooks,
     run_post_accumulate_hooks,
     without_torch_function,
@@ -54,12 +55,15 @@ class Arrivals:
         self._sent.append(sent)
         if self.at_once or len(self._sent) > 1:
             self.bind()
+        else:
+            BRINGERS[self] = self._bring
 
     def bind(self, *, free: bool = False) -> None:
         """Give the parameters that this rank used their gradients. Without grad mode.
 
         ``free``: they were seen to have neither gradients nor hooks.
         """
+        BRINGERS.pop(self, None)
         while self._sent:
             sent = self._sent.pop(0)
             if not self._lanes.immediate:
@@ -74,8 +78,14 @@ class Arrivals:
         bind(self._collector, sent.chunk,
              lambda numbers: any(used_anywhere[n] for n in numbers) and not sent.has_any(numbers))
 
+    def _bring(self) -> None:
+        """Somebody, a hook say, asks for a gradient while the backward runs."""
+        with no_gradients():
+            self.bind()
+
     def forget(self) -> None:
         """An exception threw the iteration away."""
+        BRINGERS.pop(self, None)
         self._sent.clear()
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.choose import collectives_for
 from ..comm.lanes import lanes_for
-from ..errors import ConfigurationError, LifecycleError, WritebackError, name_list
+from ..errors import LifecycleError, WritebackError
 from ..plan.lifecycle import Pass
 from ..plan.options import Precision
 from ..plan.ownership import OwnedParameter, Ownership, collect
@@ -23,7 +23,8 @@ from ..storage.flat_storage import FLAT, FlatStorage, Place
 from ..storage.guard import guard
 from ..storage.roster import Roster
 from ..storage.sharded_parameter import home_of
-from ..storage.tensor_parallel import ParallelPart, Together, require_plain_memory, take_local_part
+from ..storage.tensor_parallel import ParallelPart, Together, take_local_part
+from .admission import owner_of, require_children_first, require_shardable
 from .direct import show_at_rest
 from .hooks import attach, attach_places, hooks_of, keep_precision, unit_of
 from .likeness import note_first_rows, note_first_values
@@ -35,7 +36,7 @@ from .skipping import SkippingSession
 from .stuck import follow
 from .unit import Unit
 
-__all__ = ["Choices", "build_unit", "kinds_of", "owner_of", "session_of", "start_session", "units_below"]
+__all__ = ["Choices", "build_unit", "kinds_of", "session_of", "start_session", "units_below"]
 
 _POOLS: dict[torch.device, BufferPool] = {}
 _DRY_POOLS: dict[torch.device, BufferPool] = {}
@@ -63,12 +64,6 @@ class Choices:
     ignored_parameters: frozenset[nn.Parameter] = frozenset()
 
 
-def owner_of(parameter: nn.Parameter) -> Unit | None:
-    """The unit that holds ``parameter``, if shardwise manages it."""
-    home = home_of(parameter)
-    return Unit.owning(home[0]) if home is not None else None
-
-
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters of ``modules`` that no unit has yet, as one unit.
 
@@ -82,7 +77,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             )
 
     ownership = _collect(modules, choices)
-    _check(ownership, modules[0], choices)
+    require_children_first(modules, ownership)
+    require_shardable(ownership, modules[0], choices.ignored_modules)
     values = note_first_values(ownership.owned)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
     storages = _storages(type(modules[0]).__name__, ownership.owned, kept, choices)
@@ -133,7 +129,7 @@ def _take_in(unit: Unit, choices: Choices) -> None:
             expected="a parameter that a unit holds", got="a parameter of this rank alone",
             remedy="Use use_orig_params=True, add it before sharding, or shard the new module as a unit of its own.",
         )
-    _check(ownership, unit.modules[0], choices)
+    require_shardable(ownership, unit.modules[0], choices.ignored_modules)
     kept = kept_modules((module for _, module in ownership.modules), choices.precision)
     storages = _storages(unit.name, ownership.owned, kept, choices)
     for storage in storages:
@@ -210,42 +206,6 @@ def _borrow(ownership: Ownership, face: OriginalFace) -> list[Unit]:
         if owner is not None and owner not in needs:
             needs.append(owner)
     return needs
-
-
-def _check(ownership: Ownership, module: nn.Module, choices: Choices) -> None:
-    kind = type(module).__name__
-    devices = {entry.parameter.device for entry in ownership.owned}
-    meta = [entry.fqn for entry in ownership.owned if entry.parameter.is_meta]
-    if meta and len(devices) > 1:
-        raise ConfigurationError(
-            f"some parameters of the unit are on the meta device ({name_list(meta)}) and others are not",
-            unit=kind,
-            expected="all of them on meta, or none", got=", ".join(sorted(str(d) for d in devices)),
-            remedy="Call shardwise.materialise(module) first.",
-        )
-    if len(devices) > 1:
-        by_device = {str(d): next(e.fqn for e in ownership.owned if e.parameter.device == d) for d in devices}
-        raise ConfigurationError(
-            "parameters of one unit lie on several devices", unit=kind,
-            expected="one device", got=by_device,
-            remedy="Move the module to one device first, or pass device_id.",
-        )
-    for entry in ownership.owned:
-        require_plain_memory(entry, kind)
-        if entry.parameter.layout is not torch.strided:
-            raise ConfigurationError(
-                "only dense parameters can be sharded", fqn=entry.fqn, unit=kind,
-                expected=torch.strided, got=entry.parameter.layout,
-                remedy="Ignore the parameter (ignored_states / ignored_params).",
-            )
-    for ignored in choices.ignored_modules:
-        shared = [e.fqn for e in ownership.owned if any(e.parameter is p for p in ignored.parameters())]
-        if shared:
-            raise ConfigurationError(
-                f"a parameter is shared between the unit and an ignored module ({name_list(shared)})",
-                unit=kind,
-                remedy="Ignore the parameter too, or do not ignore the module.",
-            )
 
 
 # ---------------------------------------------------------------------- sessions

@@ -77,6 +77,9 @@ class Departures:
         if self._session.pass_ is Pass.BACKWARD:
             entered = self._session.step.entered
             self._tell("backward", entered[-1].unit if entered else self._session.root)
+            for unit in self._session.units:  # what the user edits now must be the parameters, not what was in use
+                unit.face.show_originals()
+                unit.arrivals.forget()
 
     def _tell(self, phase: str, unit: Unit) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0

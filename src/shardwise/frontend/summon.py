@@ -11,7 +11,8 @@ from torch import nn
 
 from ..comm.collectives import Reduction
 from ..comm.errands import Errand
-from ..engine.build import owner_of, session_of, units_below
+from ..engine.admission import owner_of
+from ..engine.build import session_of, units_below
 from ..engine.hooks import unit_of
 from ..engine.replan import holds_gradients
 from ..engine.settling import settle_unit

@@ -191,7 +191,7 @@ def combine_norms(parts: Sequence[Tensor], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([part.to(device) for part in whole]), order)
 
 
-@Errand("clip_grad_norm_ or another norm of gradients")
+@Errand("reading a norm of gradients (float, print)")
 def _over_ranks(norms: Tensor, order: float, comm: AllReduces) -> Tensor:
     """All-reduce a vector of partial norms into one norm."""
     if math.isinf(order):

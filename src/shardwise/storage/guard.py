@@ -96,8 +96,8 @@ def _refusal(parameter: Any, func: Any) -> LifecycleError:
         "rank's rows only", fqn=name, unit=storage.unit if storage is not None else None,
         rank=storage.rank if storage is not None else None, expected="a gathered parameter",
         got="at rest (SHARDED)",
-        remedy="Use it inside the unit's forward, enter by register_fsdp_forward_method(module, name), take "
-               "full_tensor(), or summon_full_params; for its rows alone use p.detach().",
+        remedy="Use it inside the unit's forward, enter by register_fsdp_forward_method(module, name), or take "
+               "full_tensor(), whose gradient goes to the rows. To read it: summon_full_params; its rows: p.detach().",
     )
 
 
@@ -108,10 +108,13 @@ def guard(storages: Iterable[FlatStorage]) -> None:
             _change_class(storage, _GUARDED)
 
 
-def unguard(storages: Iterable[FlatStorage]) -> None:
-    """Back to the cheap class."""
+def unguard(storages: Iterable[FlatStorage]) -> bool:
+    """Back to the cheap class; was use refused until now?"""
+    guarded = False
     for storage in storages:
+        guarded |= isinstance(storage.parameters[0], _Refuses)
         _change_class(storage, _CHEAP)
+    return guarded
 
 
 def _change_class(storage: FlatStorage, table: dict[type, type]) -> None:

@@ -18,18 +18,17 @@ from .visible import Visible
 __all__ = ["LastSeen"]
 
 _place, _numel, _stride = Tensor.data_ptr, Tensor.numel, Tensor.stride
-_is_trained, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+_is_trained, _dtype, _is_conjugate = attrgetter("requires_grad"), attrgetter("dtype"), Tensor.is_conj
 
 
 class LastSeen:
     """The places in memory and the ``requires_grad`` of the visible parameters of one storage."""
 
-    __slots__ = ("_expected", "_placeless", "_trained", "_watched")
+    __slots__ = ("_expected", "_trained", "_watched")
 
     def __init__(self) -> None:
         self._expected: int | None = None  # a fingerprint of 64 bits
         self._watched: list[nn.Parameter] = []
-        self._placeless: list[nn.Parameter] = []
         self._trained: list[bool] = []
 
     def forget_places(self) -> None:
@@ -39,22 +38,20 @@ class LastSeen:
     def unchanged(self, visible: Sequence[Visible], shard: Tensor) -> bool:
         """Was nothing moved, cast, frozen or trained since? To be asked without torch functions. No on meta."""
         if self._expected is None:
-            self._look(visible)
+            self._look(visible, shard)
         seen = self._watched
         return (
-            hash((*map(_place, seen), *map(_is_trained, seen), *map(_numel, seen), *map(_stride, seen)))
-            == self._expected
-            # the place tells the dtype, but for parameters without memory
-            and (not self._placeless or {shard.dtype}.issuperset(map(_dtype, self._placeless)))
-            and not shard.is_meta
+            hash((*map(_place, seen), *map(_is_trained, seen), *map(_numel, seen), *map(_stride, seen),
+                  *map(_dtype, seen))) == self._expected
+            and not shard.is_meta and not (shard.is_complex() and any(map(_is_conjugate, seen)))
         )
 
-    def _look(self, visible: Sequence[Visible]) -> None:
+    def _look(self, visible: Sequence[Visible], shard: Tensor) -> None:
         self._watched = [seen.parameter for seen in visible]
-        self._placeless = [seen.parameter for seen in visible if not seen.pointer]
         self._expected = hash((
             *[seen.pointer for seen in visible], *self._trained,
             *[prod(seen.form[0]) for seen in visible], *[seen.form[1] for seen in visible],
+            *[shard.dtype] * len(visible),
         ))
 
     def follow_requires_grad(self, visible: Sequence[Visible], leaves: Sequence[nn.Parameter]) -> bool:

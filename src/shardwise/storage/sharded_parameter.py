@@ -8,6 +8,7 @@ keeps ``Parameter``'s disabled ``__torch_function__``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from .whole_value import WholeValue, gather_one
 if TYPE_CHECKING:
     from .flat_storage import FlatStorage
 
-__all__ = ["FlatParameter", "ShardedMethods", "ShardedParameter", "enroll", "give_memory", "held_gradient",
+__all__ = ["BRINGERS", "FlatParameter", "ShardedMethods", "ShardedParameter", "enroll", "give_memory", "held_gradient",
            "hold_gradient", "home_of", "is_sharded", "withdraw"]
 
 # parameter object -> (weakly, the storage that holds it; its index there)
@@ -35,8 +36,26 @@ _HOMES: Any = WeakIdKeyDictionary()
 held_gradient, hold_gradient = cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__
 
 
+#: to be called before a gradient is read or assigned: they bring what was reduced and is not ``.grad`` yet
+BRINGERS: dict[object, Callable[[], None]] = {}
+
+
+def _bring() -> None:
+    while BRINGERS:
+        BRINGERS.popitem()[1]()
+
+
+def _read_grad(parameter: Any) -> Tensor | None:
+    """``p.grad``; a hook may ask for it while the backward still runs."""
+    if BRINGERS:
+        _bring()
+    return held_gradient(parameter)
+
+
 def _assign_grad(parameter: Any, gradient: Tensor | None) -> None:
     """``p.grad = …``: a plain tensor of this rank's rows counts for all ranks from now on."""
+    if BRINGERS:
+        _bring()
     if type(gradient) is Tensor:
         home = home_of(parameter)
         if home is not None and not home[0].whole and gradient.shape == parameter.shape:
@@ -49,7 +68,7 @@ class ShardedMethods:
 
     __slots__ = ()
 
-    grad: Any = property(held_gradient, _assign_grad)
+    grad: Any = property(_read_grad, _assign_grad)
 
     @property
     def global_shape(self) -> torch.Size:

@@ -43,7 +43,8 @@ class Visible:
     def moved(self) -> bool:
         """Does it show other memory, or the same in another layout? To be asked without torch functions."""
         shown = self.parameter
-        return shown.data_ptr() != self.pointer or (tuple(shown.shape), shown.stride()) != self.form
+        return (shown.data_ptr() != self.pointer or (tuple(shown.shape), shown.stride()) != self.form
+                or shown.is_conj())
 
     @property
     def numel(self) -> int:

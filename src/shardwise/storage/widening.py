@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Collectives
 from ..errors import WritebackError
 from .flat_storage import FlatStorage
+from .guard import guard, unguard
 from .sharded_parameter import home_of
 from .visible import version_of
 from .wide_gradients import WideGradients
@@ -51,6 +52,7 @@ class Widened:
         self._pointers: list[int] = []
         self._versions: list[int] = []
         self._gradients = WideGradients(storage, storage.kind)
+        self._guarded = False  # rows must not be computed with; whole values may be
 
     # ------------------------------------------------------------------ wider
     def open(self) -> None:
@@ -70,6 +72,7 @@ class Widened:
             storage.widened = True
             if self.full is not None:
                 storage.whole = True
+                self._guarded = unguard([storage])
                 for index, parameter in enumerate(storage.parameters):
                     parameter.data = storage.pick(self.full, index)
             self._pointers = [parameter.data_ptr() for parameter in storage.parameters]
@@ -168,4 +171,6 @@ class Widened:
                 parameter.grad = None
             for seen in (*storage.visible, *storage.hidden):
                 storage.point_at_shard(seen)
+            if self._guarded:
+                guard([storage])
             self._gradients.settle(now, writeback=keep)
