@@ -145,7 +145,7 @@ def _hold_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
     return True
 
 
-def _add_to_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
+def _add_to_all(cut: Cut, gradients: list[Tensor]) -> bool:
     """Add ``gradients`` to those that the parameters have. False where one has none, or hooks, or another shape."""
     if cut.storage.hidden:
         return False
