@@ -1,17 +1,21 @@
 """Host time for each unit and step: many tiny units on a simulated group of 64, contenders interleaved.
 
 ``--calls`` counts function calls of one step instead of seconds. The count does not depend on how busy
-the machine is, and the run fails when it exceeds ``CALLS_PER_UNIT``.
+the machine is, and the run fails when it exceeds ``CALLS_PER_UNIT``. ``--profile FILE`` writes where the functions of
+a step spend their time, by a profiler that makes small ones look slower than they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +82,24 @@ def _count(names: list[str], units: int) -> int:
     return 0 if worst <= CALLS_PER_UNIT else 1
 
 
+def _profile(name: str, units: int, rounds: int) -> str:
+    """Functions of a step: calls, and microseconds of their own, for each unit and step."""
+    torch.manual_seed(0)
+    model, x, profiler = CONTENDERS[name](Tiny(units), TinyBlock), torch.randn(2, 16), cProfile.Profile()
+    for number in range(rounds + 3):
+        if number >= 3:
+            profiler.enable()
+        _step(model, x)
+        profiler.disable()
+        model.zero_grad()
+    stats: Any = pstats.Stats(profiler)
+    rows = sorted(((own, calls, f"{'/'.join(Path(file).parts[-2:])}:{function}")
+                   for (file, _, function), (_, calls, own, _, _) in stats.stats.items()), reverse=True)
+    each = units * rounds
+    lines = [f"{calls / each:7.2f} {own / each * 1e6:8.2f}  {function}\n" for own, calls, function in rows[:60]]
+    return f"{name}, {units} units: calls and microseconds of their own, for each unit and step\n" + "".join(lines)
+
+
 def main() -> int:
     """Measure, print, and judge."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -87,12 +109,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--contenders", default="local,fsdp1,fsdp2,wrapper,fully_shard")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=options.world, store=FakeStore())
     names = options.contenders.split(",")
     if options.calls:
         return _count(names, options.units)
+    if options.profile:
+        options.profile.write_text("\n".join(_profile(name, options.units, options.rounds) for name in names))
+        return 0
     found = _timed(names, options.units, options.rounds)
     for name, row in found.items():
         print(f"{name:12s} " + "  ".join(f"{key} {value:9.1f}" for key, value in row.items()))
