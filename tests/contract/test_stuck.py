@@ -141,3 +141,12 @@ def test_A19_reports_can_be_ended_and_bad_times_are_refused(monkeypatch: pytest.
     shardwise.report_stuck(None, on_signal=False)
     assert len(os.listdir("/proc/self/fd")) == before
     assert "waits in no collective" in stuck_report()
+
+
+def test_U94_the_line_is_the_users_where_a_context_manager_of_ours_waits() -> None:
+    """A save waits at the end of a block, in the standard library's code for it."""
+    said: list[str] = []
+    pull = map(said.append, iter(stuck_report, None))
+    with ExitStack() as stack:
+        stack.callback(next, pull)
+    assert "contextlib" not in said[0] and "test_stuck.py" in said[0]

@@ -8,6 +8,7 @@ waits in any case.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import linecache
 import os
@@ -35,7 +36,8 @@ __all__ = ["follow", "report_stuck", "stuck_report"]
 _VARIABLE = "SHARDWISE_STUCK_AFTER"
 _UNASKED_S = 60.0  # long waits are often meant: another rank writes a file, or evaluates
 _HINT = f" (told unasked, on one rank; {_VARIABLE}=<seconds> tells more, {_VARIABLE}=0 nothing)"
-_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}",
+              contextlib.__file__, "<")
 
 
 class _Session(Protocol):
