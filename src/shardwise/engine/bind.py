@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, ne
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.lanes import Lanes
 from ..errors import WritebackError
@@ -108,8 +108,7 @@ class Arrivals:
         seen = chain.from_iterable([cut.seen for one in all_of_them for cut in one._collector.cuts])
         parameters = [*map(_parameter, seen)]
         with without_torch_function():
-            return not (any(map(is_not, map(held_gradient, parameters), repeat(None)))
-                        or any(map(ne, map(gradient_hooks, parameters), repeat(NO_HOOKS))))
+            return not (any(map(is_not, map(held_gradient, parameters), repeat(None))) or _any_hooks(parameters))
 
 
 def bind(collector: Collector, chunk: Tensor, wanted: Callable[[Sequence[int]], bool] | None = None, *,
@@ -128,6 +127,11 @@ def bind(collector: Collector, chunk: Tensor, wanted: Callable[[Sequence[int]], 
             continue
         _bind_with_care([(binding, gradient) for binding, gradient in zip(cut.bindings, gradients, strict=True)
                          if wanted is None or wanted(binding.numbers)])
+
+
+def _any_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Has any of these hooks of the user's?"""
+    return any(map(ne, map(gradient_hooks, parameters), repeat(NO_HOOKS)))
 
 
 def _hold_all(cut: Cut, gradients: Sequence[Tensor]) -> bool:
@@ -152,7 +156,7 @@ def _add_to_all(cut: Cut, gradients: list[Tensor]) -> bool:
     with without_torch_function():
         parameters = [*map(_parameter, cut.seen)]
         held = [*map(held_gradient, parameters)]
-        if (any(map(is_, held, repeat(None))) or any(map(ne, map(gradient_hooks, parameters), repeat(NO_HOOKS)))
+        if (any(map(is_, held, repeat(None))) or _any_hooks(parameters)
                 or [*map(_shape, held)] != [*map(_shape, gradients)]):
             return False
         foreach_add(held, gradients)

@@ -225,7 +225,7 @@ class Session:
         unit.unwatched |= not call.watched
         unit.collector.sweep()
         if unit.settings.unshard_in_backward:
-            over = unit.turns.alone or unit.turns.backward_over(unit.outstanding)
+            over = unit.turns.alone or unit.outstanding <= 0
             self.unuse(unit, free=unit.settings.reshard_after_backward and over)
         if unit.outstanding <= 0 and not unit.unwatched:
             self.send(unit)

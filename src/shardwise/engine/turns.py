@@ -22,7 +22,3 @@ class Turns:
         """One module's forward ended; was it the last one's?"""
         self._taken = (self._taken + 1) % self._modules
         return self._taken == 0
-
-    def backward_over(self, outstanding: int) -> bool:
-        """One module's backward ended, and ``outstanding`` forwards wait for theirs."""
-        return self.alone or outstanding <= 0
