@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DistributedSampler
 
 from shardwise import checkpoint
@@ -38,6 +39,16 @@ def common(path: Path | None) -> Path:
     return box[0]
 
 
+def after_a_step(shapes: list[tuple[int, ...]], way: tuple[str, str], group: Any
+                 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model over the ranks of ``group``, sharded in that ``way``, and its optimizer with state."""
+    model = shard(Shapes(shapes, 1.0), way[0], strategy=way[1], **over(way[0], group))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    model(torch.ones(2)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
 @ranks(4, timeout=240)
 def test_shapes_counts_fronts_strategies() -> None:
     """U75, U68, A27: model and optimizer, byte for byte the same files whoever writes them."""
@@ -54,10 +65,7 @@ def any_case(shapes: list[tuple[int, ...]], counts: tuple[int, int], saved: tupl
     folder = common(Path(tempfile.mkdtemp()) if rank == 0 else None)
     groups = [first_ranks(count, world) for count in counts]
     if rank < counts[0]:
-        model = shard(Shapes(shapes, 1.0), saved[0], strategy=saved[1], **over(saved[0], groups[0]))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
-        model(torch.ones(2)).backward()
-        optimizer.step()
+        model, optimizer = after_a_step(shapes, saved, groups[0])
         checkpoint.save(folder / "first", model, optimizer, process_group=groups[0])
     dist.barrier()
     if rank < counts[1]:

@@ -22,17 +22,13 @@ from shardwise.comm.peers import Peers
 from shardwise.errors import CheckpointError
 from tests.bed import ranks
 from tests.bed.checkpoints import adamw, assert_alike, first_ranks, odd, over, train
-from tests.bed.fronts import FRONTS, WRAPPERS, shard
+from tests.bed.fronts import FRONTS, shard
 from tests.bed.models import OddTransformer, TinyMLP, loss, points
 from tests.bed.parity import assert_same_tensors
-from tests.contract.test_files_other_ranks import common
+from tests.contract.test_files_other_ranks import WAYS, after_a_step, common, shapes
 from tests.contract.test_state_dict_dcp import Shapes
 
 COUNTS = [(4, 2), (2, 4), (4, 3), (1, 3), (3, 3)]
-WAYS = [(front, "DEFAULT") for front in FRONTS] + [
-    (front, strategy) for front in WRAPPERS for strategy in ("SHARD_GRAD_OP", "NO_SHARD")]
-
-shapes = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=4)
 
 
 @ranks(4, timeout=240)
@@ -52,10 +48,7 @@ def any_case(shapes: list[tuple[int, ...]], counts: tuple[int, int], saved: tupl
     before, after = (first_ranks(count, world) for count in counts)
     held = None
     if rank < counts[0]:
-        model = shard(Shapes(shapes, 1.0), saved[0], strategy=saved[1], **over(saved[0], before))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
-        model(torch.ones(2)).backward()
-        optimizer.step()
+        model, optimizer = after_a_step(shapes, saved, before)
         checkpoint.save(folder / "files", model, optimizer, process_group=before)
         held = checkpoint.save_to_memory(model, optimizer, holders=range(min(counts)), process_group=before)
     dist.barrier()
